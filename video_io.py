@@ -1,36 +1,24 @@
-"""Every clip in: records, prompts, frame sampling, decode, resize, token maths, cache.
+"""Every clip in: records, prompts, sampling, decode, resize, frame cache, token maths, model inputs.
 
-    python video_io.py probe  clip.mp4 ...            # codec, size, fps, what would be sampled, tokens
-    python video_io.py tokens data.jsonl              # what the data costs in tokens, memory and cache
-    python video_io.py check  data.jsonl              # opens every clip, writes a clean copy of the data file
-    python video_io.py cache  data.jsonl --cache-dir D  # decodes everything once
-    python video_io.py clip   data.jsonl OUT          # cuts the segments that the records name
+    python video_io.py probe  clip.mp4 ...                # codec, size, fps, what would be sampled, tokens
+    python video_io.py tokens data.jsonl --model M        # what the data costs in tokens, activations and cache
+    python video_io.py check  data.jsonl                  # opens every clip; writes data.clean.jsonl without the bad ones
+    python video_io.py cache  data.jsonl --cache-dir D    # decodes everything once, in parallel, resumable
+    python video_io.py clip   data.jsonl OUT              # cuts the segments that the records name
 
-A record (one line of data.jsonl):
-    {"problem": "What is in <video>?", "answer": "B", "problem_type": "multiple choice", "options": ["a cat", "a dog"],
-     "videos": ["clips/1.mp4"], "video_start": 2.0, "video_end": 8.5}
-
-Frames are uint8 (T, 3, H, W) from the decoder to the patches, T even, H and W multiples of patch_size * merge_size.
-Indices, sizes and pixel budgets are those of qwen-vl-utils 0.0.14 called with the right patch size; where it is wrong
-(frame lists, variable frame rates, edit lists, one-frame clips) we follow the file's own presentation times.
+Data is JSON, JSONL or parquet; a record: {"problem": "What is in <video>?", "answer": "B", "problem_type": "multiple
+choice", "options": ["cat", "dog"], "videos": ["1.mp4"], "video_start": 2.0, "video_end": 8.5}; evaluation files may say
+path, solution, image_path, start, end. Frames are uint8 (T, 3, H, W) from the decoder to the patches, T even, H and W
+multiples of patch_size * merge_size. Indices, sizes and budgets are those of qwen-vl-utils 0.0.14 called with the right
+patch size; where it is wrong (frame lists, variable frame rates, edit lists, one frame, extreme ratios) we follow the
+file's presentation times and keep every side at least one token. Cache: safetensors, named by content and settings.
 """
-
-import base64
-import ctypes
-import difflib
-import hashlib
-import json
-import math
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import threading
-import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+import argparse, ctypes, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempfile, threading, time, uuid
+from collections import namedtuple
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
+from importlib.util import find_spec
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -39,56 +27,58 @@ import torch
 import torch.nn.functional as F
 
 SCHEMA = 1  # part of every cache key: raise it when decode or resize change their result
-CHUNK = 8  # frames decoded at full size at a time: bounds memory by the chunk, not by the clip
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
-VIDEO_MARKS = {"<video>": "video", "<image>": "image"}
+CHUNK = 8  # frames held at full size at a time
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 VISION_TRIPLE = "<|vision_start|><|video_pad|><|vision_end|>"
-
+WORKER = [sys.executable, os.path.abspath(__file__), "_worker"]
+Reader = namedtuple("Reader", "times fps read close name")  # read(ascending indices) -> (n, H, W, 3) uint8
 
 class DataError(ValueError):
     """Bad input. The message is ready to print: one line per problem."""
 
-
 class MediaError(Exception):
-    """One clip or image cannot be used. `path` and a one-line `reason`."""
-
+    """One clip or image that cannot be used: its path and a reason of one line."""
     def __init__(self, path, reason):
-        self.path, self.reason = str(path), " ".join(str(reason).split())
+        self.path, self.reason = str(path), " ".join(str(reason).split())[:500]
         super().__init__(f"{self.path}: {self.reason}")
-
 
 @dataclass(frozen=True)
 class MediaSpec:
-    """How media become tensors. Pixels are counted per frame after the resize, total_pixels after the 2-frame merge."""
-
+    """How media become tensors. Pixels are per frame after the resize; None is a default in merged patches (tokens)."""
     fps: float = 2.0  # frames per second to sample
-    nframes: int | None = None  # a fixed number of frames instead of fps
+    nframes: int | None = None  # a fixed number of frames instead
     min_frames: int = 4
     max_frames: int = 768
-    min_pixels: int | None = None  # per frame; None: 128 merged patches
-    max_pixels: int | None = None  # per frame; None: 768 merged patches
-    total_pixels: int | None = None  # per clip; None: 115,200 merged patches
-    image_min_pixels: int | None = None  # None: 4 merged patches
-    image_max_pixels: int | None = None  # None: 16,384 merged patches
-    patch_size: int = 16  # px; 14 for Qwen2-VL and Qwen2.5-VL
+    min_pixels: int | None = None  # per frame, 128 tokens
+    max_pixels: int | None = None  # per frame, 768 tokens
+    total_pixels: int | None = None  # per clip, counted after the merge of 2 frames, 115,200 tokens
+    image_min_pixels: int | None = None  # 4 tokens
+    image_max_pixels: int | None = None  # 16,384 tokens
+    patch_size: int = 16  # pixels; 14 for Qwen2-VL and Qwen2.5-VL
     merge_size: int = 2  # patches per token and side
-    temporal_patch_size: int = 2  # frames per patch
-    timestamps: str = "segment"  # or "source": count from the file's start, not the segment's
+    temporal_patch_size: int = 2  # frames per token
+    timestamps: str = "segment"  # count from the segment's start, as if the file had been cut; "source": the file's
+
+    def __post_init__(self):
+        for name in ("min_frames", "min_pixels", "image_min_pixels"):
+            low, high = name, name.replace("min", "max")
+            if (getattr(self, low) or 0) > (getattr(self, high) or math.inf):
+                raise DataError(f"{low} {getattr(self, low)} is above {high} {getattr(self, high)}; lower it")
+        if self.fps <= 0 or self.max_frames < 2 or self.timestamps not in ("segment", "source"):
+            raise DataError(f"need fps > 0, max_frames >= 2, timestamps segment or source; got {self}")
 
     @property
-    def factor(self):
-        return self.patch_size * self.merge_size
-
+    def token(self):
+        return (self.patch_size * self.merge_size) ** 2  # pixels of a merged patch
 
 @dataclass
 class Clip:
-    frames: torch.Tensor  # (T, 3, H, W) uint8, T even
-    fps: float  # frames_indices[i] / fps is the time of frame i in seconds
+    frames: torch.Tensor  # (T, 3, H, W) uint8, contiguous, T even; an image is (3, H, W)
+    fps: float  # frame i was shown at frames_indices[i] / fps seconds
     frames_indices: list
     total_num_frames: int  # of the segment, in the unit of frames_indices
-    duration: float  # seconds of the segment
+    duration: float  # of the segment, seconds
     key: str = ""  # hash of content and settings
-
 
 @dataclass
 class Media:
@@ -98,516 +88,490 @@ class Media:
 
     @property
     def nbytes(self):
-        return sum(c.frames.nbytes for c in self.videos) + sum(i.nbytes for i in self.images)
-
+        return sum(x.nbytes for x in [clip.frames for clip in self.videos] + self.images)
 
 def media_spec(model_config, **settings):
-    """The spec with the patch sizes of a Hugging Face config. ValueError if the settings contradict each other."""
-    vision = model_config.vision_config
-    spec = MediaSpec(patch_size=vision.patch_size, merge_size=vision.spatial_merge_size,
-                     temporal_patch_size=vision.temporal_patch_size, **settings)
-    for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels"),
-                      ("image_min_pixels", "image_max_pixels")):
-        a, b = getattr(spec, low), getattr(spec, high)
-        if a is not None and b is not None and a > b:
-            raise ValueError(f"{low} {a} is larger than {high} {b}")
-    if spec.fps <= 0 or spec.max_frames < 2 or spec.timestamps not in ("segment", "source"):
-        raise ValueError(f"fps > 0, max_frames >= 2, timestamps segment or source; got {spec}")
-    return spec
+    """The spec with the patch sizes of a Hugging Face config."""
+    v = model_config.vision_config
+    return MediaSpec(patch_size=v.patch_size, merge_size=v.spatial_merge_size, temporal_patch_size=v.temporal_patch_size, **settings)
 
-
-# ---------------------------------------------------------------------------------------------- records
-
-
+# ---------------------------------------------------------------- records
 def load_prompts(path=None):
     """{problem_type: {"reason": str, "direct": str}} from configs/prompts.yaml."""
     import yaml
-
     path = path or Path(__file__).parent / "configs" / "prompts.yaml"
     try:
         prompts = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
-    for kind, forms in prompts.items():
-        if not isinstance(forms, dict) or set(forms) != {"reason", "direct"}:
-            raise DataError(f"{path}: entry '{kind}' needs exactly the forms 'reason' and 'direct'")
+    if wrong := [kind for kind, forms in prompts.items() if not isinstance(forms, dict) or set(forms) != {"reason", "direct"}]:
+        raise DataError(f"{path}: entry '{wrong[0]}' needs exactly the forms 'reason' and 'direct'")
     return prompts
 
-
 def read_rows(path):
-    """[(line, dict or error message)] of a JSON, JSONL or parquet file."""
-    path = Path(path)
+    """[(line, value)] of a JSON list, JSONL or parquet file; where a value cannot be read, a text that says why."""
     try:
-        if path.suffix == ".parquet":
+        if Path(path).suffix == ".parquet":
             import pyarrow.parquet
-
             return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and UnicodeDecodeError are ValueErrors
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # pyarrow's errors are among them
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
-    rows, decode, space = [], json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
-    if path.suffix == ".json":  # a list, read value by value so that errors can name the line
-        if not text.lstrip().startswith("["):
-            raise DataError(f"{path}:1: a .json file must hold a list of records; name it .jsonl if it has one per line")
-        at = space.match(text, text.index("[") + 1).end()
-        while at < len(text) and text[at] != "]":
-            try:
-                value, end = decode(text, at)
-            except json.JSONDecodeError as error:
-                return rows + [(error.lineno, f"is no valid JSON: {error.msg} (column {error.colno})")]
-            rows.append((text.count("\n", 0, at) + 1, value))
-            at = space.match(text, end).end()
-        return rows
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append((number, json.loads(line)))
-            except json.JSONDecodeError as error:
-                rows.append((number, f"is no valid JSON: {error.msg} (column {error.colno})"))
+    rows, at, last, line, decode_json = [], 0, 0, 1, json.JSONDecoder().raw_decode
+    between = re.compile(r"[\s,\[\]]*")  # value by value, so that records of both layouts have a line number
+    while (at := between.match(text, at).end()) < len(text):
+        line, last = line + text.count("\n", last, at), at
+        try:
+            value, at = decode_json(text, at)
+        except json.JSONDecodeError as error:
+            value, at = f"no valid JSON: {error.msg} (line {error.lineno} column {error.colno})", text.find("\n", at)
+            if Path(path).suffix == ".json" or at < 0:  # without a line each there is no finding the next record
+                at = len(text)
+        rows.append((line, value))
     return rows
 
-
 def letter_options(options):
-    """Options as "A. text" from a list, a dict {letter: text}, one string with a line each, or None."""
-    if not options:
-        return []
-    if isinstance(options, str):
-        options = [line for line in options.split("\n") if line.strip()]
+    """["A. text", ...] from a list, a dict {letter: text}, a string with a line each, or None."""
     if isinstance(options, dict):
-        return [f"{letter}. {text}" for letter, text in options.items()]
-    options = [str(option).strip() for option in options]
-    marks = [re.match(r"\(?([A-Z])[.:)]\s*", option) for option in options]
-    letters = [chr(ord("A") + i) for i in range(len(options))]
-    # Letters count as such only when every option has its own; else "A. Smith" among names would lose its A.
+        return [f"{letter}. {text}" for letter, text in options.items() if text is not None]
+    options = [str(o).strip() for o in (options.splitlines() if isinstance(options, str) else options or [])]
+    letters, marks = [chr(65 + i) for i in range(len(options))], [re.match(r"\(?([A-Z])[.:)]\s*", o) for o in options]
+    # Letters count only where each option has its own, else "A. Smith" among other names would lose its A.
     if all(marks) and len({mark[1] for mark in marks}) == len(marks):
-        letters = [mark[1] for mark in marks]
-        options = [option[mark.end():] for mark, option in zip(marks, options)]
+        letters, options = [m[1] for m in marks], [o[m.end():] for m, o in zip(marks, options)]
     return [f"{letter}. {option}" for letter, option in zip(letters, options)]
 
-
 def plain_answer(value):
-    """The gold answer as text: <answer> tags off, numbers and JSON values written out."""
+    """The gold answer as text: without <answer> tags, other JSON values written out."""
     if not isinstance(value, str):
         return json.dumps(value)
-    tagged = re.search(r"<answer>(.*?)</answer>", value, re.S)
-    if tagged:
-        return tagged[1].strip()
-    # A published file has "<think>gold</think><[placeholder]>" where the answer tags were lost.
-    lost = re.fullmatch(r"\s*<think>(.*?)</think>\s*(?:<\[[^\]]*\]>)?\s*", value, re.S)
-    return (lost[1] if lost else value).strip()
-
-
-def make_record(row, where, root, kinds):
-    """(record, problems) from one row of the training or the evaluation layout. `kinds`: squashed name -> type."""
-    problems = []
-
-    def first(*names):
-        return next((row[name] for name in names if row.get(name) is not None), None)
-
-    def bad(name, value, why):
-        problems.append(f"{where}: field '{name}' is {json.dumps(value, default=str)[:80]}: {why}")
-
-    def paths(value, name):
-        found = [value] if isinstance(value, str) else list(value or [])
-        out = []
-        for item in found:
-            if isinstance(item, (list, tuple)) and item:
-                out.append(paths(item, name))
-            elif isinstance(item, str) and item:
-                out.append(os.path.normpath(os.path.join(root, item.removeprefix("file://"))))
-                if not os.path.exists(out[-1]):
-                    bad(name, item, f"no such file under {root}; fix the path or give data_root")
-            else:
-                bad(name, item, "must be a path or a list of paths")
-        return out
-
-    def number(name):
-        value = first(name, name.removeprefix("video_"))
-        if value is None or isinstance(value, (int, float)) and math.isnan(value):
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            return bad(name, value, "must be seconds, 0 or more")
-        return float(value)
-
-    record = dict(row, where=where)
-    kind = row.get("problem_type")
-    record["problem_type"] = kinds.get(squash(kind)) if isinstance(kind, str) else None
-    if record["problem_type"] is None:
-        near = difflib.get_close_matches(squash(kind or ""), kinds, n=3, cutoff=0.5)
-        near = " or ".join(f"'{kinds[name]}'" for name in near) or "one of " + ", ".join(sorted(set(kinds.values())))
-        bad("problem_type", kind, f"unknown; did you mean {near}? New types need an entry in configs/prompts.yaml")
-
-    record["problem"] = first("problem", "question")
-    if not isinstance(record["problem"], str) or not (
-            record["problem"].strip() or record["problem_type"] == "video description"):
-        bad("problem", record["problem"], "must be the question as text")
-        record["problem"] = ""
-    if "<|" in record["problem"] and re.search(r"<\|(video|image|vision|im)_\w+\|>", record["problem"]):
-        bad("problem", record["problem"], "holds a model's special token; use <video> and <image> marks")
-    answer = first("solution", "answer")
-    if answer is None:
-        bad("answer", None, "missing; give the expected answer as 'answer' or 'solution'")
-    record["answer"] = plain_answer(answer)
-
-    data_type = row.get("data_type") or ("video" if first("videos", "video") else "image" if first("images") else "text")
-    record["data_type"] = data_type
-    file = row.get("path")
-    name, value = next(((n, row[n]) for n in ("videos", "path", "video") if row.get(n)), ("videos", None))
-    if data_type == "image" and name != "videos":
-        name, value = "videos", None
-    if isinstance(value, (list, tuple)) and value and all(
-            isinstance(v, str) and Path(v).suffix.lower() in IMAGE_SUFFIXES for v in value):
-        value = [value]  # a flat list of images under 'videos' is one clip, given as its frames
-    record["videos"] = paths(value, name)
-    name, value = next(((n, row[n]) for n in ("images", "image_path", "image") if row.get(n)), ("images", None))
-    if data_type == "image" and value is None:
-        name, value = "path", file
-    record["images"] = paths(value, name)
-    if data_type not in ("video", "image", "text"):
-        bad("data_type", data_type, "must be video, image or text")
-    elif data_type != "text" and not record[data_type + "s"]:
-        bad(data_type + "s", row.get(data_type + "s"), f"data_type is {data_type} but no {data_type} is given")
-    for mark, media in VIDEO_MARKS.items():
-        marks = record["problem"].count(mark)
-        if marks and marks != len(record[media + "s"]):
-            bad("problem", record["problem"], f"has {marks} {mark} marks for {len(record[media + 's'])} {media}s")
-
-    record["options"] = letter_options(row.get("options"))
-    if record["problem_type"] == "multiple choice" and not record["options"]:
-        bad("options", row.get("options"), "multiple choice needs a list of options")
-    record["video_start"], record["video_end"] = number("video_start"), number("video_end")
-    if record["video_end"] is not None and record["video_end"] <= (record["video_start"] or 0):
-        bad("video_end", record["video_end"], f"must be after video_start {record['video_start'] or 0}")
-    record["has_offline_trajectory"] = bool(row.get("has_offline_trajectory"))
-    record["offline_output"] = row.get("offline_output")
-    if record["has_offline_trajectory"] and not record["offline_output"]:
-        bad("offline_output", record["offline_output"], "has_offline_trajectory is set but there is no output")
-    stored = row.get("preprocessed_video")
-    record["preprocessed_video"] = os.path.normpath(os.path.join(root, stored)) if stored else None
-    record.setdefault("data_source", Path(where.rpartition(":")[0]).stem)
-    record.setdefault("problem_id", where.rpartition(":")[2])
-    return record, problems
-
+    # Charades-STA as published has <think>gold</think><[a placeholder]> where the answer tags were lost.
+    lost = r"\s*<think>(.*?)</think>\s*(?:<\[[^\]]*\]>)?\s*"
+    found = re.search(r"<answer>(.*?)</answer>", value, re.S) or re.fullmatch(lost, value, re.S)
+    return (found[1] if found else value).strip()
 
 def squash(name):
-    return re.sub(r"[\s_-]+", "", name.lower())
+    return re.sub(r"[\s_-]+", "", str(name).lower())
 
+def make_record(row, where, root, kinds):
+    """(record, problems) of one row in the training or the evaluation layout. kinds: {squashed name: problem type}."""
+    record, problems = dict(row, where=where), []
+
+    def bad(name, why):
+        problems.append(f"{where}: {name} is {json.dumps(row.get(name), default=str)[:80]}: {why}")
+
+    def pick(*names):  # the first of these fields that has a value
+        return next((name for name in names if row.get(name) not in (None, "", [])), names[0])
+
+    def resolve(value, name):
+        if isinstance(value, (list, tuple)):
+            return [resolve(item, name) for item in value]
+        file = os.path.normpath(os.path.join(root, str(value).removeprefix("file://")))
+        if not isinstance(value, str) or not os.path.exists(file):
+            bad(name, f"no file {file}; fix the path or say where the data is (data_root)")
+        return file
+
+    def seconds(name):
+        value = row.get(name := pick(name, name.removeprefix("video_")))
+        if value is None or value != value:  # NaN is a table's way to say none
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            return bad(name, "must be seconds, 0 or more")
+        return float(value)
+
+    record["problem_type"] = kinds.get(squash(row.get("problem_type")))
+    if record["problem_type"] is None:
+        near = difflib.get_close_matches(squash(row.get("problem_type")), kinds, cutoff=0.5) or sorted(kinds)
+        bad("problem_type", f"unknown; nearest: {', '.join(kinds[n] for n in near)}; a new one needs a prompt and a scorer")
+    question, gold = pick("problem", "question"), pick("solution", "answer")
+    text = record["problem"] = row.get(question) if isinstance(row.get(question), str) else ""
+    if not text.strip() and record["problem_type"] != "video description":
+        bad(question, "the question is missing; give it as text")
+    if re.search(r"<\|(video|image|vision|im)_\w+\|>", text):
+        bad(question, "holds a model's special token; use <video> and <image>")
+    record["answer"] = plain_answer(row.get(gold))
+    if row.get(gold) in (None, "", []):
+        bad("answer", "missing; give the expected answer as 'answer' or 'solution'")
+
+    kind = "video" if row.get(pick("videos", "video", "path")) else "image" if row.get(pick("images", "image")) else "text"
+    kind = record["data_type"] = row.get("data_type") or kind
+    for media, names in (("videos", ["videos", "video"]), ("images", ["images", "image_path", "image"])):
+        name = pick(names[0], *["path"] * (media == f"{kind}s"), *names[1:])
+        value = [row[name]] if isinstance(row.get(name), str) else list(row.get(name) or [])
+        if media == "videos" and value and all(str(v).lower().endswith(IMAGE_SUFFIXES) for v in value):
+            value = [value]  # a flat list of images is one clip, given as its frames
+        record[media], n_marks = resolve(value, name), text.count(f"<{media[:-1]}>")
+        if kind == media[:-1] and not value or n_marks not in (0, len(value)):
+            bad(name, f"data_type is {kind}, {n_marks} <{media[:-1]}> marks in the text, {len(value)} {media} given")
+    if kind not in ("video", "image", "text"):
+        bad("data_type", "must be video, image or text")
+    record["options"] = letter_options(row.get("options"))
+    if record["problem_type"] == "multiple choice" and not record["options"]:
+        bad("options", "multiple choice needs a list of options")
+    record["video_start"], record["video_end"] = seconds("video_start"), seconds("video_end")
+    if (record["video_start"] or 0) >= (math.inf if record["video_end"] is None else record["video_end"]):
+        bad(pick("video_end", "end"), f"must be after the start, {record['video_start'] or 0} s")
+    record["has_offline_trajectory"], record["offline_output"] = bool(row.get("has_offline_trajectory")), row.get("offline_output")
+    if record["has_offline_trajectory"] and not record["offline_output"]:
+        bad("offline_output", "has_offline_trajectory is set but there is no output")
+    stored, (file, _, line) = row.get("preprocessed_video"), where.rpartition(":")
+    record["preprocessed_video"] = os.path.normpath(os.path.join(root, stored)) if stored else None
+    return {"data_source": Path(file).stem, "problem_id": line, **record}, problems
 
 def read_records(path, data_root=None, prompts=None):
-    """(records without fault, problems as lines, number of rows)."""
-    root = os.path.abspath(data_root or Path(path).parent)
-    prompts = load_prompts() if prompts is None else prompts
-    kinds = {squash(kind): kind for kind in prompts}
-    if "video description" in prompts:
-        kinds["caption"] = "video description"  # Video-MMLU's name for it
-    rows = read_rows(path)
-    records, problems, seen = [], [], {}
-    for line, row in rows:
+    """(records without fault, problems as printable lines, {where: source row})."""
+    root, seen, rows = os.path.abspath(data_root or Path(path).parent), {}, {}
+    kinds = {squash(kind): kind for kind in (load_prompts() if prompts is None else prompts)}
+    kinds.setdefault("caption", kinds.get("videodescription"))  # Video-MMLU's name for it
+    records, problems = [], []
+    for line, row in read_rows(path):
         where = f"{Path(path).name}:{line}"
+        rows[where] = row
         if not isinstance(row, dict):
-            problems.append(f"{where}: " + (row if isinstance(row, str) else "must be a JSON object with the record's fields"))
+            problems.append(f"{where}: {row if isinstance(row, str) else 'not a JSON object with the fields of a record'}")
             continue
         record, faults = make_record(row, where, root, kinds)
-        # The source row, not the resolved one, so that a moved dataset keeps its keys.
+        # Of the source row, not the resolved one: a moved dataset keeps its keys.
         key = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:16]
         seen[key] = seen.get(key, 0) + 1
         record["key"] = key if seen[key] == 1 else f"{key}:{seen[key]}"
         problems += faults
-        if not faults:
-            records.append(record)
-    return records, problems, len(rows)
-
+        records += [record] * (not faults)
+    return records, problems, rows
 
 def load_records(path, data_root=None, prompts=None):
-    """Every record of a JSON, JSONL or parquet file, validated. DataError lists what is wrong."""
-    records, problems, n_rows = read_records(path, data_root, prompts)
-    if not n_rows:
-        raise DataError(f"{path}: holds no records")
-    if problems:
-        more = [f"... and {len(problems) - 20} more problems"] if len(problems) > 20 else []
-        raise DataError("\n".join(problems[:20] + more))
+    """All records of a JSON, JSONL or parquet file. DataError lists what is wrong with them."""
+    records, problems, rows = read_records(path, data_root, prompts)
+    if problems or not rows:
+        more = [f"... and {len(problems) - 20} more problems"] * (len(problems) > 20)
+        raise DataError("\n".join(problems[:20] + more) or f"{path}: holds no records")
     return records
 
-
-# ---------------------------------------------------------------------------------------------- prompts
-
-
+# ---------------------------------------------------------------- prompts
 def build_messages(record, prompts, form="reason", system=None):
-    """Chat messages of the Hugging Face kind; media where the marks are, else before the text."""
-    task = prompts[record["problem_type"]][form]
-    letters = [option[0] for option in record["options"]]
-    task = task.replace("{letters}", " or ".join(filter(None, [", ".join(letters[:-1]), *letters[-1:]])))
-    text = record["problem"]
-    marks = "".join("<video>" for _ in record["videos"] if "<video>" not in text)
-    marks += "".join("<image>" for _ in record["images"] if "<image>" not in text)
-    blocks = [record["problem"].strip(), "Options:\n" + "\n".join(record["options"]) if letters else "", task]
+    """Chat messages of the Hugging Face kind: media where their marks are, else before the text."""
+    letters, text = [option[0] for option in record["options"]], record["problem"].strip()
+    letters = " or ".join([", ".join(letters[:-1])] * (len(letters) > 1) + letters[-1:])
+    options = ["Options:\n" + "\n".join(record["options"])] if letters else []
+    for mark, media in (("<image>", record["images"]), ("<video>", record["videos"])):
+        text = mark * len(media) * (mark not in text) + text
+    text = "\n".join([text, *options, prompts[record["problem_type"]][form].replace("{letters}", letters)])
     content = []
-    for part in re.split("(<video>|<image>)", marks + "\n".join(filter(None, blocks))):
-        if part in VIDEO_MARKS:
-            # A video's first time stamp must not merge with the punctuation before it: engines tokenize it apart.
-            if part == "<video>" and content and content[-1]["type"] == "text":
-                content[-1]["text"] = content[-1]["text"].rstrip() + "\n"
-            content.append({"type": VIDEO_MARKS[part]})
-        elif part:
-            content.append({"type": "text", "text": part})
+    for part in filter(None, re.split("(<video>|<image>)", text)):
+        if part == "<video>" and content and content[-1]["type"] == "text":
+            # Time stamps are tokenized apart by vLLM: "<" must not merge with what stands before the video.
+            content[-1]["text"] = content[-1]["text"].rstrip() + "\n"
+        content.append({"type": part[1:-1]} if part in ("<video>", "<image>") else {"type": "text", "text": part})
     system = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
     return system + [{"role": "user", "content": content}]
 
-
 def prompt_text(record, prompts, processor, form="reason", system=None):
-    """The templated prompt with a generation prompt, media unexpanded."""
+    """The templated prompt, media unexpanded, ready for the answer."""
     messages = build_messages(record, prompts, form, system)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # Qwen3-VL was released with time stamps and one vision block per frame and no block around them; newer
-    # transformers expand the bare token only, so the template's own wrapper has to go.
+    # Qwen3-VL was released with "<time><vision_start>frame<vision_end>" per merged frame and nothing around them; newer
+    # transformers expand the bare token only, so that the template's own wrapper would stay.
     return text.replace(VISION_TRIPLE, "<|video_pad|>") if type(processor).__name__.startswith("Qwen3") else text
 
-
 def load_processor(model_dir):
-    """AutoProcessor; DataError if there is none."""
+    """AutoProcessor; DataError in one line if there is none."""
     from transformers import AutoProcessor, ProcessorMixin
-
     try:
         processor = AutoProcessor.from_pretrained(model_dir)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{model_dir}: no processor can be loaded from this folder or name: {reason}") from error
+        raise DataError(f"{model_dir}: no processor can be loaded: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(processor, ProcessorMixin):
-        raise DataError(f"{model_dir}: has a tokenizer but no processor; copy preprocessor_config.json from the model")
+        raise DataError(f"{model_dir}: has a tokenizer but no processor; copy the model's preprocessor_config.json")
     return processor
 
-
-# ---------------------------------------------------------------------------------------------- sampling and sizes
-
-
+# ---------------------------------------------------------------- sampling and sizes
 def smart_resize(height, width, factor, min_pixels, max_pixels):
-    """Size in multiples of factor, at least factor, aspect ratio kept, area within the two bounds if that can be."""
-    if max(height, width) / min(height, width) > 200:
-        raise ValueError(f"aspect ratio of {width}x{height} is above 200")
-    h, w = max(factor, round(height / factor) * factor), max(factor, round(width / factor) * factor)
+    """(height, width) in multiples of factor, none below it, of the same shape, area within the bounds if that can be."""
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(f"{width}x{height} has an aspect ratio above 200")
+    h, w = (max(factor, round(side / factor) * factor) for side in (height, width))
     if h * w > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
-        h = max(factor, math.floor(height / scale / factor) * factor)
-        w = max(factor, math.floor(width / scale / factor) * factor)
-        if h * w > max_pixels:  # the short side is at its least: the long side gives way
-            h, w = (min(side, max(factor, math.floor(max_pixels / factor / factor) * factor)) for side in (h, w))
+        h, w = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
+        if h * w > max_pixels:  # one side is at its least: the other one gives way
+            h, w = (min(side, max(factor, math.floor(max_pixels / factor**2) * factor)) for side in (h, w))
     elif h * w < min_pixels:
         scale = math.sqrt(min_pixels / (height * width))
-        h, w = math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
+        h, w = (math.ceil(side * scale / factor) * factor for side in (height, width))
     return h, w
 
-
 def frame_size(height, width, n_frames, spec):
-    """(height, width) of every frame of a clip with n_frames sampled frames."""
-    token = spec.factor**2  # px
-    low = spec.min_pixels or 128 * token
-    total = spec.total_pixels or 128000 * token * 0.9
-    high = max(min(768 * token, total / n_frames * 2), int(low * 1.05))
+    """(height, width) of each of n_frames frames, by the pixel budgets of the clip."""
+    low, total = spec.min_pixels or 128 * spec.token, spec.total_pixels or 115200 * spec.token
+    high = max(min(768 * spec.token, total / n_frames * 2), int(low * 1.05))
     high = min(spec.max_pixels or high, high)
-    return smart_resize(height, width, spec.factor, min(low, high), high)
+    return smart_resize(height, width, spec.patch_size * spec.merge_size, min(low, high), high)
 
-
-def sample_indices(timestamps_s, spec, start=None, end=None, fps=None):
-    """Indices of the frames to take, an even number, from presentation times in seconds that ascend from 0.
-
-    Evenly spaced files give what qwen-vl-utils gives: an even count of about duration * spec.fps within the bounds,
-    linspace over the indices, both ends included. fps is the rate that the container states. With a variable frame
-    rate the frames nearest to evenly spaced times are taken. ValueError if the segment holds no frame.
-    """
-    times = np.asarray(timestamps_s, dtype=np.float64)
+def segment(times, start, end):
+    """(first, last) index of the frames shown from start to end, both included. ValueError if there are none."""
     inside = np.flatnonzero((times >= (start or 0) - 1e-4) & (times <= (math.inf if end is None else end) + 1e-4))
     if not len(inside):
-        raise ValueError(f"no frame between {start or 0:g} s and {'the end' if end is None else f'{end:g} s'}: "
-                         f"the clip has {len(times)} frames up to {times[-1] if len(times) else 0:.2f} s")
-    low, high = int(inside[0]), int(inside[-1])
-    count = high - low + 1
-    step = (times[high] - times[low]) / max(count - 1, 1)
-    even = count < 3 or np.abs(times[low:high + 1] - times[low] - step * np.arange(count)).max() < step / 4
-    if spec.nframes:
-        n = round(spec.nframes / 2) * 2
-    else:
-        seconds = count / fps if fps and even else count * step
-        n = max(round(seconds * spec.fps, 6), math.ceil(spec.min_frames / 2) * 2)
-        n = min(n, math.floor(spec.max_frames / 2) * 2)
-    n = max(2, math.floor(min(n, count) / 2) * 2)
-    if count == 1:
+        raise ValueError(f"no frame from {start or 0} s to {end} s: the clip's {len(times)} frames end at {max(times):.2f} s")
+    return int(inside[0]), int(inside[-1])
+
+def sample_indices(timestamps_s, spec, start=None, end=None, fps=None):
+    """An even number of frame indices from ascending presentation times in seconds; fps: the rate the file states.
+
+    Evenly spaced frames: as qwen-vl-utils, about duration * spec.fps within the bounds, linspace with both ends. With a
+    variable frame rate: the frames nearest to evenly spaced times. A lone frame is taken twice, nframes above the count
+    is lowered to it. ValueError if the segment holds no frame.
+    """
+    times = np.asarray(timestamps_s, dtype=np.float64)
+    low, high = segment(times, start, end)
+    if (count := high - low + 1) == 1:
         return [low, low]
+    step = (times[high] - times[low]) / (count - 1)
+    even = np.abs(times[low:high + 1] - times[low] - step * np.arange(count)).max() < step / 4
+    n = round((spec.nframes or 0) / 2) * 2
+    if not n:
+        n = round((count / fps if fps and even else count * step) * spec.fps, 4)  # 19.99999 is 20: times are float32
+        n = min(max(n, math.ceil(spec.min_frames / 2) * 2), math.floor(spec.max_frames / 2) * 2)
+    n = max(2, math.floor(min(n, count) / 2) * 2)
     if even:
         return torch.linspace(low, high, n).round().long().tolist()
     wanted = np.linspace(times[low], times[high], n)
     after = np.clip(np.searchsorted(times, wanted), low + 1, high)
     return np.where(wanted - times[after - 1] <= times[after] - wanted, after - 1, after).tolist()
 
+def plan(times, rate, height, width, spec, start=None, end=None):
+    """(indices to decode, (height, width), Clip without frames), from the presentation times and the frame size."""
+    indices = sample_indices(times, spec, start, end, rate)
+    (low, high), size = segment(times, start, end), frame_size(height, width, len(indices), spec)
+    base, count = 0 if spec.timestamps == "source" else low, high - low + 1
+    shown = times[indices] - times[base]
+    # Both engines compute a time as index / fps. Where the file's frames are elsewhere, milliseconds carry the truth.
+    if np.abs(shown - (np.array(indices) - base) / rate).max() < 2e-3:
+        return indices, size, Clip(None, rate, [i - base for i in indices], count, count / rate)
+    seconds = (times[high] - times[low]) * count / max(count - 1, 1) or 1 / rate
+    return indices, size, Clip(None, 1000.0, [round(t * 1000) for t in shown], round(seconds * 1000), seconds)
 
-# ---------------------------------------------------------------------------------------------- decode
-
-
+# ---------------------------------------------------------------- decode
 def decord_reader(path):
-    """(times, fps, read, close): presentation times of all frames, stated rate, indices -> (n, H, W, 3) uint8."""
     import decord
-
     decord.logging.set_level(decord.logging.QUIET)
-    with open(path, "rb"):  # a plain OSError where decord would give a page of text
-        pass
     box = [decord.VideoReader(str(path), num_threads=min(2, torch.get_num_threads()))]
-    times = box[0].get_frame_timestamp(list(range(len(box[0]))))[:, 0]
-    # decord ignores edit lists: frames before time 0 are decoder pre-roll that no player shows.
-    shift = int(np.searchsorted(times, -1e-3))
-    return (times[shift:] - times[shift], box[0].get_avg_fps(),
-            lambda indices: box[0].get_batch([i + shift for i in indices]).asnumpy(), box.clear)
-
+    times = box[0].get_frame_timestamp(list(range(len(box[0]))))[:, 0].astype(np.float64)
+    # decord ignores edit lists: frames before time 0 are pre-roll of a cut, which no player shows.
+    skip = int(np.searchsorted(times, -1e-3))
+    return Reader(times[skip:] - times[skip], box[0].get_avg_fps(),
+                  lambda indices: box[0].get_batch([i + skip for i in indices]).asnumpy(), box.clear, "decord")
 
 def pyav_reader(path):
-    """The same by PyAV, for what decord cannot open. Indices must not descend from call to call."""
     import av
-
     container = av.open(str(path))
     stream = container.streams.video[0]
     packets = [packet for packet in container.demux(stream) if packet.pts is not None]
-    if stream.frames and len(packets) < stream.frames:
+    if not packets or len(packets) < stream.frames:
         raise ValueError(f"truncated: {len(packets)} of {stream.frames} frames are there")
     pts = sorted(packet.pts for packet in packets if not packet.is_discard)
-    times = np.array([float(p * stream.time_base) for p in pts])
-    if not len(times):
-        raise ValueError("holds no frame")
-    container.seek(pts[0], stream=stream)
+    times = np.array([float((p - pts[0]) * stream.time_base) for p in pts])
+    container.seek(min(packet.pts for packet in packets), stream=stream)
     stream.thread_type = "AUTO"
-    frames, last = container.decode(stream), [None, None]
+    frames, held = container.decode(stream), []
 
     def read(indices):
-        out = []
+        batch = []
         for i in indices:
-            while last[0] is None or last[0] < pts[i]:
-                frame = next(frames, None)
-                if frame is None:
-                    raise ValueError(f"frame {i} of {len(pts)} cannot be decoded")
-                if frame.pts is not None and frame.pts >= pts[i]:
-                    last[:] = frame.pts, np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-            out.append(last[1])
-        return np.stack(out)
+            while not held or held[0].pts < pts[i]:
+                held[:] = [next(frames, None)]
+                if held[0] is None:
+                    raise ValueError(f"only the frames before {times[i]:.2f} s of {times[-1]:.2f} s can be decoded")
+            batch.append(np.rot90(held[0].to_ndarray(format="rgb24"), held[0].rotation // 90))
+        return np.stack(batch)
 
-    return times - times[0], float(stream.average_rate or 1 / max(np.diff(times).mean(), 1e-6)), read, container.close
-
-
-def image_reader(paths, fps):
-    """The same for a clip given as its frames: image files at a stated rate."""
-    return (np.arange(len(paths)) / fps, fps, lambda indices: np.stack([read_image(paths[i]) for i in indices]),
-            lambda: None)
-
+    return Reader(times, float(stream.average_rate or 1 / np.diff(times).mean()), read, container.close, "PyAV")
 
 def read_image(path):
     """(H, W, 3) uint8, upright, transparency on white."""
     from PIL import Image, ImageOps
-
     try:
         with Image.open(path) as image:
             image = ImageOps.exif_transpose(image)
-            if "A" in image.getbands() or "transparency" in image.info:
+            if image.has_transparency_data:
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-            return np.asarray(image.convert("RGB"))
+            return np.array(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise MediaError(path, f"cannot be read as an image: {error}") from error
 
+def frame_files(path):
+    """The image files of a frame list or of a folder in natural order (2 before 10); None for a video file."""
+    if isinstance(path, (list, tuple)) or not os.path.isdir(path):
+        return path if isinstance(path, (list, tuple)) else None
+    names = [str(p) for p in Path(path).iterdir() if p.suffix.lower() in IMAGE_SUFFIXES]
+    if not names:
+        raise MediaError(path, "is a folder without images")
+    return sorted(names, key=lambda name: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", name)])
+
+def with_reader(path, fps, use):
+    """use(reader) with decord, or with PyAV where decord fails (AV1, GIF, damaged heads) or does not exist."""
+    import av
+    files, reasons = frame_files(path), []
+    tries = [(pyav_reader, (av.FFmpegError, OSError, ValueError, IndexError))]
+    if files:  # a clip given as its frames, shown at a stated rate
+        read = lambda indices: np.stack([read_image(files[i]) for i in indices])
+        tries = [(lambda _: Reader(np.arange(len(files)) / fps, fps, read, files.copy, "images"), ValueError)]
+    elif find_spec("decord"):
+        import decord
+        tries.insert(0, (decord_reader, (decord.DECORDError, RuntimeError, IndexError)))
+    for open_reader, errors in tries:
+        reader = None
+        try:
+            reader = open_reader(path)
+            return use(reader)
+        except errors as error:
+            reasons.append(str(error).strip().split("\n")[-1][:200])
+        finally:
+            if reader:
+                reader.close()  # at once: an idle decord reader decodes ahead without bound
+    raise MediaError(path if not files else files[0], "cannot be decoded: " + "; ".join(reasons[::-1]))
 
 def resize(frames, height, width):
     """(n, H, W, 3) uint8 array -> (n, 3, height, width) uint8, bicubic with antialiasing."""
     frames = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)
     return F.interpolate(frames, size=(height, width), mode="bicubic", antialias=True)
 
+def read_artifact(path, spec):
+    """A clip from EasyVideoR1's .pt files: {frames (T, 3, H, W) float 0..255, metadata, sample_fps}."""
+    import pickle
+    try:
+        data = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        frames, meta = data["frames"].round().clamp(0, 255).to(torch.uint8), data["metadata"]
+        indices = torch.as_tensor(meta["frames_indices"]).tolist()
+        frames, indices = torch.cat([frames, frames[len(frames) - len(frames) % 2:]]), indices + indices[len(indices) - len(indices) % 2:]
+        clip = Clip(frames.contiguous(), float(meta["fps"]), indices, int(meta["total_num_frames"]),
+                    meta["total_num_frames"] / meta["fps"])
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError) as error:
+        raise MediaError(path, f"is no stored clip (frames, metadata, sample_fps): {error}") from error
+    if frames.ndim != 4 or frames.shape[1] != 3 or any(s % (spec.patch_size * spec.merge_size) for s in frames.shape[2:]):
+        raise MediaError(path, f"has frames {tuple(frames.shape)}: not (T, 3, H, W) in multiples of {spec.patch_size * spec.merge_size}")
+    return clip
 
 def decode(path, spec, start=None, end=None, fps=None):
     """Samples, decodes and resizes one clip in this process. MediaError if it cannot.
 
-    path: a video file, a folder of frames, or a list of image files at the stated `fps` (default spec.fps)."""
-    import av
-    import decord
-
-    if not isinstance(path, (list, tuple)) and os.path.isdir(path):
-        path = sorted(str(p) for p in Path(path).iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-    if isinstance(path, (list, tuple)):
-        return sample(path[0], image_reader(path, fps or spec.fps), spec, start, end)
-    try:
-        return sample(path, decord_reader(path), spec, start, end)
-    except (decord.DECORDError, RuntimeError, OSError) as error:
-        first = str(error).strip().split("\n")[-1]
-    try:
-        return sample(path, pyav_reader(path), spec, start, end)
-    except (av.FFmpegError, OSError, ValueError, IndexError) as error:
-        raise MediaError(path, f"cannot be decoded: {error} (decord: {first[:200]})") from error
-
-
-def sample(path, reader, spec, start, end):
-    times, rate, read, close = reader
-    try:
-        indices = sample_indices(times, spec, start, end, rate)
-        batch = read(indices[:CHUNK])
-        height, width = frame_size(*batch.shape[1:3], len(indices), spec)
-        frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8)
+    path: a video file, a folder of frames or a list of image files (shown at fps, default spec.fps), a .pt artifact."""
+    def sample(reader):
+        height, width = reader.read([0]).shape[1:3]
+        try:
+            indices, size, clip = plan(reader.times, reader.fps, height, width, spec, start, end)
+        except ValueError as error:
+            raise MediaError(path, error) from error
+        clip.frames = torch.empty(len(indices), 3, *size, dtype=torch.uint8)
         for at in range(0, len(indices), CHUNK):
-            batch = batch if at == 0 else read(indices[at:at + CHUNK])
-            frames[at:at + CHUNK] = resize(batch, height, width)
-    except ValueError as error:
-        raise MediaError(path, error) from error
-    finally:
-        close()  # an idle decord reader decodes ahead without bound
+            clip.frames[at:at + CHUNK] = resize(reader.read(indices[at:at + CHUNK]), *size)
+        return clip
 
-    inside = np.flatnonzero((times >= (start or 0) - 1e-4) & (times <= (math.inf if end is None else end) + 1e-4))
-    low, count = int(inside[0]), len(inside)
-    base = 0 if spec.timestamps == "source" else low
-    if np.abs(times - np.arange(len(times)) / rate).max() > 2e-3:  # milliseconds carry true times through both engines
-        origin = times[base]
-        step = (times[inside[-1]] - times[low]) / max(count - 1, 1) or 1 / rate
-        return Clip(frames, 1000.0, [round((times[i] - origin) * 1000) for i in indices],
-                    round(count * step * 1000), count * step)
-    return Clip(frames, rate, [i - base for i in indices], count, count / rate)
+    if str(path).endswith(".pt"):
+        return read_artifact(path, spec)
+    return with_reader(path, fps or spec.fps, sample)
 
-
-def media_items(record):
-    return ([{"kind": "video", "path": path, "start": record.get("video_start"), "end": record.get("video_end"),
-              "fps": record.get("video_fps")} for path in record["videos"]]
-            + [{"kind": "image", "path": path} for path in record["images"]])
-
+# ---------------------------------------------------------------- items and cache
+def media_items(record, cache_mode="prefer_cache"):
+    """What to load for a record: [{kind, path, ...}], videos first."""
+    stored, span = record.get("preprocessed_video"), {"start": record.get("video_start"), "end": record.get("video_end")}
+    videos = [{"kind": "video", "path": path, "fps": record.get("video_fps"), **span} for path in record["videos"]]
+    if stored and cache_mode != "realtime" and len(videos) == 1 and os.path.exists(stored):
+        videos = [{"kind": "video", "path": stored}]
+    return videos + [{"kind": "image", "path": path} for path in record["images"]]
 
 def item_key(item, spec):
-    """Hash of the content (size, first and last 64 KiB) and of everything that shapes the tensor."""
-    digest = hashlib.sha256(json.dumps([SCHEMA, "bicubic-u8", asdict(spec), item["kind"], item.get("start"),
-                                        item.get("end"), item.get("fps")]).encode())
-    path = item["path"]
-    if isinstance(path, str) and os.path.isdir(path):
-        path = sorted(str(p) for p in Path(path).iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-    for file in path if isinstance(path, (list, tuple)) else [path]:
+    """Hash of the content (size, first and last 64 KiB) and of everything that shapes the tensor, not of the path."""
+    options = [SCHEMA, "bicubic", asdict(spec), item["kind"], item.get("start"), item.get("end"), item.get("fps")]
+    digest = hashlib.sha256(json.dumps(options).encode())
+    for file in frame_files(item["path"]) or [item["path"]]:
+        if not os.path.isfile(file):  # a pipe would block for ever
+            raise MediaError(file, "is not a file" if os.path.exists(file) else "does not exist")
         try:
             with open(file, "rb") as f:
-                size = f.seek(0, 2)
-                f.seek(0)
+                size = os.fstat(f.fileno()).st_size
                 digest.update(str(size).encode() + f.read(65536))
                 f.seek(max(size - 65536, 0))
                 digest.update(f.read(65536))
         except OSError as error:
-            raise MediaError(file, error.strerror or error) from error
+            raise MediaError(file, error.strerror) from error
     return digest.hexdigest()[:32]
 
-
-def load_item(item, spec):
-    key = item_key(item, spec)
-    if item["kind"] == "video":
-        clip = decode(item["path"], spec, item["start"], item["end"], item["fps"])
-        clip.key = key
-        return clip
-    pixels = read_image(item["path"])
-    low, high = spec.image_min_pixels or 4 * spec.factor**2, spec.image_max_pixels or 16384 * spec.factor**2
+def write_clip(file, clip):
+    """Atomic: readers see nothing or the whole file; of several writers the last one wins, with the same bytes."""
+    from safetensors.torch import save_file
+    file, header = Path(file), {k: json.dumps(v) for k, v in vars(clip).items() if k != "frames"}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temp = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.tmp")
     try:
-        size = smart_resize(*pixels.shape[:2], spec.factor, min(low, high), high)
-    except ValueError as error:
-        raise MediaError(item["path"], error) from error
-    return Clip(resize(pixels[None], *size)[0], 0.0, [], 0, 0.0, key)
+        save_file({"frames": clip.frames}, temp, metadata=header)
+        with open(temp, "rb+") as f:
+            os.fsync(f.fileno())
+        os.replace(temp, file)
+    finally:
+        temp.unlink(missing_ok=True)
 
+def read_clip(file):
+    """Memory-mapped; None if the file is absent or damaged."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(file, framework="pt") as f:
+            clip = Clip(f.get_tensor("frames"), **{k: json.loads(v) for k, v in f.metadata().items()})
+    except (OSError, SafetensorError, TypeError, ValueError, AttributeError):
+        return None
+    return clip if clip.frames.dtype == torch.uint8 and clip.frames.shape[-3] == 3 else None
 
-def load_media(record, spec, cache_dir=None, cache_mode="prefer_cache"):
-    """Every clip and image of a record, in this process."""
-    media = Media()
-    for item in media_items(record):
-        clip = load_item(item, spec)
+def load_item(item, spec, cache_dir=None, cache_mode="prefer_cache"):
+    """(Clip, its cache file or None). Images are not cached: their decode costs less than the space."""
+    key, path, file = item_key(item, spec), item["path"], None
+    if item["kind"] == "image":
+        pixels, low = read_image(path), spec.image_min_pixels or 4 * spec.token
+        high = spec.image_max_pixels or 16384 * spec.token
+        try:
+            size = smart_resize(*pixels.shape[:2], spec.patch_size * spec.merge_size, min(low, high), high)
+        except ValueError as error:
+            raise MediaError(path, error) from error
+        return Clip(resize(pixels[None], *size)[0], 0.0, [], 0, 0.0, key), None
+    if cache_dir and cache_mode != "realtime":
+        file = Path(cache_dir) / key[:2] / f"{key}.safetensors"
+        broken = file.with_suffix(".bad")
+        if clip := read_clip(file):
+            os.utime(file)  # the least recently used go first
+            return clip, file
+        if broken.exists():
+            raise MediaError(path, f"{broken.read_text()} (remembered in {broken})")
+        if cache_mode == "cache_only":
+            raise MediaError(path, f"is not in {cache_dir}; fill it with: python video_io.py cache")
+    try:
+        clip = decode(path, spec, item.get("start"), item.get("end"), item.get("fps"))
+    except MediaError as error:
+        if file:
+            broken.parent.mkdir(parents=True, exist_ok=True)
+            broken.write_text(error.reason)
+        raise
+    clip.key = key
+    if file:
+        write_clip(file, clip)
+    return clip, file
+
+def evict(cache_dir, limit_bytes):
+    """Deletes the least recently used entries until the cache fits, and what killed writers left."""
+    files = []
+    for file in Path(cache_dir).glob("*/*"):
+        try:
+            files.append((file.stat().st_mtime, file.stat().st_size, file))
+        except FileNotFoundError:  # another process evicts too
+            pass
+    total = sum(size for _, size, _ in files)
+    for modified, size, file in sorted(files):
+        if total > limit_bytes or file.suffix == ".tmp" and modified < time.time() - 3600:
+            file.unlink(missing_ok=True)
+            total -= size
+
+def load_media(record, spec, cache_dir=None, cache_mode="prefer_cache", load=None):
+    """Every clip and image of a record, in this process unless load (item -> Clip) does it elsewhere."""
+    media, load = Media(), load or (lambda item: load_item(item, spec, cache_dir, cache_mode)[0])
+    for item in media_items(record, cache_mode):
+        clip = load(item)
         if item["kind"] == "video":
             media.videos.append(clip)
         else:
@@ -615,168 +579,386 @@ def load_media(record, spec, cache_dir=None, cache_mode="prefer_cache"):
             media.image_keys.append(clip.key)
     return media
 
+# ---------------------------------------------------------------- worker processes
+def serve():
+    """A worker: one JSON request per line in, one JSON answer per line out, frames through files."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: none is left behind when the trainer is killed
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    print("ready", file=answers)
+    for line in sys.stdin:
+        op, item, spec, cache, spill = json.loads(line)
+        try:
+            if op == "load":
+                clip, file = load_item(item, MediaSpec(**spec), *cache)
+                if not file and spill:
+                    write_clip(spill, clip)
+                answer = {"file": str(file or spill), "bytes": clip.frames.nbytes}
+            elif op == "probe":
+                answer = probe(item["path"], MediaSpec(**spec), item.get("start"), item.get("end"), item.get("fps"), item["kind"])
+            else:
+                answer = cut(**item)
+        except MediaError as error:
+            answer = {"error": error.reason}
+        print(json.dumps(answer), file=answers)
 
 class MediaLoader:
-    def __init__(self, spec, workers=2, timeout_s=60, cache_dir=None, cache_mode="prefer_cache", bad_file=None):
-        self.spec, self.cache = spec, (cache_dir, cache_mode)
-        self.pool = ThreadPoolExecutor(max(workers, 1))
+    """Decodes in worker processes: a clip that hangs or crashes the decoder costs one sample, never the run.
+
+    Workers start by exec, which is safe beside the threads of vLLM and torch, and import neither. workers=0: in this
+    process, without a timeout. Failed items are counted in n_bad and appended to bad_file, decoded ones count in n_ok.
+    """
+    def __init__(self, spec, workers=2, timeout_s=60, cache_dir=None, cache_mode="prefer_cache", bad_file=None, cache_gb=None):
+        self.spec, self.workers, self.timeout_s, self.bad_file = spec, workers, timeout_s, bad_file
+        self.cache, self.cache_bytes, self.unswept = (cache_dir and str(cache_dir), cache_mode), (cache_gb or 0) * 1e9, math.inf
+        self.n_ok, self.n_bad, self.lock, self.processes = 0, 0, threading.Lock(), {}
+        self.pool = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="media")
+        roomy = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**31
+        self.spill = tempfile.mkdtemp(prefix="frames-", dir="/dev/shm" if roomy else None)
 
     def submit(self, record):
-        return self.pool.submit(load_media, record, self.spec, *self.cache)
+        """A Future of Media, or of a MediaError."""
+        return self.pool.submit(load_media, record, self.spec, *self.cache, lambda item: self.run("load", item, record))
+
+    def run(self, op, item, record=None, spill=True):
+        """One item in a worker, waited for. op: load (a Clip; without spill only into the cache), probe or clip."""
+        spill = os.path.join(self.spill, uuid.uuid4().hex) if spill and op == "load" else None
+        try:
+            if not self.workers and op == "load":
+                answer = load_item(item, self.spec, *self.cache)[0]
+            else:
+                answer = self._ask([op, item, asdict(self.spec), self.cache, spill])
+                if spill:
+                    answer, file = read_clip(answer["file"]), answer["file"]
+                    if answer is None:
+                        raise MediaError(item["path"], f"its frames in {file} vanished before they were read")
+        except MediaError as error:
+            with self.lock:
+                self.n_bad += 1
+                if self.bad_file:
+                    with open(self.bad_file, "a", encoding="utf-8") as f:
+                        f.write(json.dumps(vars(error) | {"where": (record or {}).get("where")}) + "\n")
+            raise
+        finally:
+            if spill:
+                Path(spill).unlink(missing_ok=True)  # a mapping keeps its pages
+        with self.lock:
+            self.n_ok += 1
+            self.unswept += answer["bytes"] if isinstance(answer, dict) and "bytes" in answer else 0 if spill is None else answer.frames.nbytes
+            if self.cache[0] and self.cache_bytes and self.unswept > self.cache_bytes / 20:
+                self.unswept = 0
+                evict(self.cache[0], self.cache_bytes)
+        return answer
+
+    def _ask(self, request):
+        process = self.processes.get(threading.get_ident())
+        if process is None or process.poll() is not None:
+            process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            self.processes[threading.get_ident()] = process
+            process.stdout.readline()  # "ready": imports do not count as decoding
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # then its answers have ended too
+        answered = wait([process.stdout], self.timeout_s)
+        line = process.stdout.readline() if answered else b""
+        if not line:
+            process.kill()
+            reason = f"crashed the decoder (exit code {process.wait()})" if answered else f"hung for {self.timeout_s:g} s; killed"
+            raise MediaError(request[1].get("path", ""), reason)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise MediaError(request[1].get("path", ""), answer["error"])
+        return answer
 
     def close(self):
         self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(self.processes.values()):
+            process.kill()
+            process.wait()
+        shutil.rmtree(self.spill, ignore_errors=True)
 
-
-# ---------------------------------------------------------------------------------------------- model inputs
-
-
-def is_qwen3(model_config):
-    return model_config.model_type.startswith("qwen3")
-
-
+# ---------------------------------------------------------------- model inputs
 def vision_token_ids(model_config):
-    """Ids that must never be sampled: the models' position maths and feature scatter count them."""
+    """Ids that must never be sampled: positions and features are counted by them."""
     c = model_config
     return [c.image_token_id, c.video_token_id, c.vision_start_token_id, c.vision_end_token_id]
 
+@lru_cache
+def vllm_expands_triple():
+    """Up to 0.2x vLLM looks for the template's whole block and gives the released layout itself."""
+    from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor
+    return "_expands_only_video_token" not in vars(Qwen3VLMultiModalProcessor)
 
 def vllm_inputs(text, media):
-    """One request of vLLM's generate. Pixels are final: nothing is resized or resampled there."""
-    request = {"prompt": text}
+    """One request of vLLM's generate. The pixels are final: vLLM neither samples nor resizes."""
     if not media.videos and not media.images:
-        return request
+        return {"prompt": text}
     from PIL import Image
-
-    request["multi_modal_data"] = data = {}
-    request["multi_modal_uuids"] = uuids = {}
-    request["mm_processor_kwargs"] = {"do_resize": False}
+    data, uuids, settings = {}, {}, {"do_resize": False}
     if media.videos:
-        # The number of seconds and so the time stamps come from these three fields alone.
-        data["video"] = [(clip.frames, {"fps": clip.fps, "frames_indices": list(clip.frames_indices),
-                                        "total_num_frames": clip.total_num_frames, "duration": clip.duration,
-                                        "do_sample_frames": False}) for clip in media.videos]
-        uuids["video"] = [clip.key for clip in media.videos]
-        request["mm_processor_kwargs"]["do_sample_frames"] = False
+        if VISION_TRIPLE not in text and vllm_expands_triple():
+            text = text.replace("<|video_pad|>", VISION_TRIPLE)
+        data["video"] = [(c.frames, {"fps": c.fps, "frames_indices": list(c.frames_indices), "duration": c.duration,
+                                     "total_num_frames": c.total_num_frames, "do_sample_frames": False}) for c in media.videos]
+        uuids["video"], settings["do_sample_frames"] = [clip.key for clip in media.videos], False
     if media.images:
-        data["image"] = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in media.images]
+        data["image"] = [Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()) for image in media.images]
         uuids["image"] = list(media.image_keys)
-    return request
+    return {"prompt": text, "multi_modal_data": data, "mm_processor_kwargs": settings, "multi_modal_uuids": uuids}
 
-
-def timestamp_texts(frames_indices, fps, temporal_patch_size=2):
-    """["<0.2 seconds>", ...], one per merged group: the mean of its first and last frame's time."""
-    times = [i / fps for i in frames_indices]
-    times += times[-1:] * (-len(times) % temporal_patch_size)
-    return [f"<{(times[i] + times[i + temporal_patch_size - 1]) / 2:.1f} seconds>"
+def stamps(clip, temporal_patch_size=2):
+    """["<0.2 seconds>", ...], one per merged group of frames: the mean of its first and last time."""
+    times = [i / clip.fps for i in clip.frames_indices]
+    return [f"<{(times[i] + times[min(i + temporal_patch_size, len(times)) - 1]) / 2:.1f} seconds>"
             for i in range(0, len(times), temporal_patch_size)]
 
-
 def grids(media, model_config):
-    """Patch grids (t, h, w) of videos and of images."""
-    vision = model_config.vision_config
-    p, tp = vision.patch_size, vision.temporal_patch_size
-    videos = [(-(-c.frames.shape[0] // tp), c.frames.shape[2] // p, c.frames.shape[3] // p) for c in media.videos]
-    return videos, [(1, image.shape[1] // p, image.shape[2] // p) for image in media.images]
-
+    """Patch grids (t, h, w) of the videos and of the images."""
+    p, tp = model_config.vision_config.patch_size, model_config.vision_config.temporal_patch_size
+    return ([(-(-len(c.frames) // tp), c.frames.shape[2] // p, c.frames.shape[3] // p) for c in media.videos],
+            [(1, image.shape[1] // p, image.shape[2] // p) for image in media.images])
 
 def expand_prompt(text, media, processor, model_config):
-    """Prompt ids with all placeholders expanded: equal to what vLLM reports as prompt_token_ids."""
-    c, encode = model_config, processor.tokenizer.encode
-    merge = c.vision_config.spatial_merge_size**2
-    videos, images = (iter(g) for g in grids(media, c))
-    clips, ids = iter(media.videos), []
-    for token in encode(text, add_special_tokens=False):
-        if token == c.image_token_id:
-            t, h, w = next(images)
-            ids += [token] * (h * w // merge)
-        elif token == c.video_token_id:
-            (t, h, w), clip = next(videos), next(clips)
-            if not is_qwen3(c):
-                ids += [token] * (t * h * w // merge)
-                continue
-            for stamp in timestamp_texts(clip.frames_indices, clip.fps, c.vision_config.temporal_patch_size):
-                ids += encode(stamp, add_special_tokens=False)
-                ids += [c.vision_start_token_id] + [token] * (h * w // merge) + [c.vision_end_token_id]
+    """Prompt ids with placeholders expanded: what vLLM reports as prompt_token_ids."""
+    c, encode = model_config, lambda text: processor.tokenizer.encode(text, add_special_tokens=False)
+    merge, (videos, images), clips, ids = c.vision_config.spatial_merge_size**2, grids(media, c), iter(media.videos), []
+    queue = {c.video_token_id: iter(videos), c.image_token_id: iter(images)}
+    for token in encode(text):
+        t, h, w = next(queue[token]) if token in queue else (0, 0, 0)
+        if token == c.video_token_id and c.model_type.startswith("qwen3"):
+            for stamp in stamps(next(clips), c.vision_config.temporal_patch_size):
+                ids += encode(stamp) + [c.vision_start_token_id] + [token] * (h * w // merge) + [c.vision_end_token_id]
         else:
-            ids.append(token)
+            ids += [token] * (t * h * w // merge or 1)
     return ids
 
-
 def position_ids(ids, media, model_config):
-    """(4, L): the text position 0..L-1, then time, height, width as in M-RoPE (arXiv 2409.12191, section 2.1).
+    """(4, L): the text position 0..L-1, then time, height, width (M-RoPE, arXiv 2409.12191, section 2.1).
 
-    Text after a vision block goes on at the largest position so far plus 1, in all families: the released rule, of
-    vLLM and transformers 4.57 (5.17 to 5.19 leave the temporal extent out for Qwen2-VL and Qwen2.5-VL).
-    """
-    c, ids = model_config, list(ids)
-    merge = c.vision_config.spatial_merge_size
+    What follows a vision block goes on at the largest position so far plus 1, in all families: the released rule, of vLLM
+    and transformers 4.57 (5.17 to 5.19 forget the temporal extent for Qwen2-VL and Qwen2.5-VL)."""
+    c, merge, ids = model_config, model_config.vision_config.spatial_merge_size, list(ids)
     videos, images = grids(media, c)
-    queue = {c.image_token_id: [(g, 1.0) for g in images], c.video_token_id: []}
+    queue = {c.image_token_id: [(grid, 1) for grid in images], c.video_token_id: []}
     for clip, (t, h, w) in zip(media.videos, videos):
-        if is_qwen3(c):  # every merged frame is a block of its own between time stamps
-            queue[c.video_token_id] += [((1, h, w), 1.0)] * t
+        if c.model_type.startswith("qwen3"):  # every merged frame is a block of its own behind a time stamp
+            queue[c.video_token_id] += [((1, h, w), 1)] * t
             continue
-        pace = 1.0  # positions per merged frame
-        if c.model_type == "qwen2_5_vl":
+        pace = 1  # positions per merged frame
+        if c.model_type == "qwen2_5_vl":  # seconds per merged frame are float32 in vLLM
             rate = len(clip.frames_indices) / clip.total_num_frames * clip.fps
-            second_per_grid = torch.tensor(c.vision_config.temporal_patch_size / rate).item()  # float32, as in vLLM
-            pace = second_per_grid * c.vision_config.tokens_per_second
+            pace = float(np.float32(c.vision_config.temporal_patch_size / rate)) * c.vision_config.tokens_per_second
         queue[c.video_token_id].append(((t, h, w), pace))
-
-    parts, at, position = [], 0, 0
+    parts, at, start = [], 0, 0
     while at < len(ids):
         if queue.get(ids[at]):
             (t, h, w), pace = queue[ids[at]].pop(0)
             block = np.indices((t, h // merge, w // merge)).reshape(3, -1)  # (3, n)
             block[0] = (block[0] * pace).astype(np.int64)
         else:
-            length = 1
-            while at + length < len(ids) and not queue.get(ids[at + length]):
-                length += 1
-            block = np.tile(np.arange(length), (3, 1))
-        parts.append(block + position)
-        position, at = int(parts[-1].max()) + 1, at + block.shape[1]
-    rows = np.concatenate([np.arange(len(ids))[None], np.concatenate(parts, 1)])
-    return torch.from_numpy(rows)
-
+            n = next((i for i in range(at + 1, len(ids)) if queue.get(ids[i])), len(ids)) - at
+            block = np.tile(np.arange(n), (3, 1))
+        parts.append(block + start)
+        at, start = at + block.shape[1], parts[-1].max() + 1
+    return torch.from_numpy(np.concatenate([np.arange(len(ids))[None], np.concatenate(parts, 1)]))
 
 def patchify(frames, patch_size, merge_size, temporal_patch_size):
-    """(T, 3, H, W) -> (patches, 3 * tp * p * p), same dtype, in the processors' order (merge blocks together)."""
+    """(T, 3, H, W) -> (patches, 3 * tp * p * p) in the processors' order: the patches of a merge block side by side."""
     tp, p, m = temporal_patch_size, patch_size, merge_size
-    if frames.shape[0] % tp:
-        frames = torch.cat([frames, frames[-1:].expand(tp - frames.shape[0] % tp, -1, -1, -1)])
-    t, h, w = frames.shape[0] // tp, frames.shape[2] // p, frames.shape[3] // p
+    frames = torch.cat([frames, frames[-1:].expand(-len(frames) % tp, -1, -1, -1)]) if len(frames) % tp else frames
+    t, h, w = len(frames) // tp, frames.shape[2] // p, frames.shape[3] // p
     patches = frames.reshape(t, tp, 3, h // m, m, p, w // m, m, p).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, 3 * tp * p * p)
 
+def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device, dtype):
+    """What the Hugging Face model takes besides input_ids; keys of media that the prompt lacks are absent."""
+    c, v, ids = model_config, model_config.vision_config, torch.tensor(prompt_ids)
+    sizes = (v.patch_size, v.spatial_merge_size, v.temporal_patch_size)
+    types = (ids == c.image_token_id).int() + 2 * (ids == c.video_token_id).int()
+    inputs = {"mm_token_type_ids": types[None].to(device), "position_ids": position_ids(prompt_ids, media, c)[:, None].to(device)}
+    mean, std = ((torch.tensor(x) * 255.0).repeat_interleave(v.temporal_patch_size * v.patch_size**2).to(device)
+                 for x in (image_mean, image_std))  # (3 * tp * p * p,)
+    video_grids, image_grids = grids(media, c)
+    for pixels, grid, found, stacks in (
+            ("pixel_values_videos", "video_grid_thw", video_grids, [clip.frames for clip in media.videos]),
+            ("pixel_values", "image_grid_thw", image_grids, [image[None] for image in media.images])):
+        if stacks:
+            patches = torch.cat([patchify(frames, *sizes) for frames in stacks]).to(device)  # uint8
+            inputs[pixels], inputs[grid] = torch.empty(patches.shape, dtype=dtype, device=device), torch.tensor(found, device=device)
+            for at in range(0, len(patches), 256):  # float32, as the processor computes it, in slices that stay in the cache
+                inputs[pixels][at:at + 256] = patches[at:at + 256].to(torch.float32).sub_(mean).div_(std)
+    return inputs
 
-def normalize(patches, image_mean, image_std, temporal_patch_size, device, dtype):
-    """uint8 patches -> dtype, computed in float32 in slices that stay in the processor's cache."""
-    per_channel = patches.shape[1] // 3
-    mean = (torch.tensor(image_mean) * 255.0).repeat_interleave(per_channel).to(device)
-    std = (torch.tensor(image_std) * 255.0).repeat_interleave(per_channel).to(device)
-    patches = patches.to(device)
-    out = torch.empty(patches.shape, dtype=dtype, device=device)
-    for at in range(0, len(patches), 256):
-        out[at:at + 256] = patches[at:at + 256].to(torch.float32).sub_(mean).div_(std)
+# ---------------------------------------------------------------- token maths without decoding
+def probe(path, spec=MediaSpec(), start=None, end=None, fps=None, kind="video"):
+    """What a file is and what spec takes of it, from headers and the first frame: a dict, JSON-ready."""
+    import av
+    if kind == "image" or str(path).endswith(".pt"):
+        clip = load_item({"kind": kind, "path": path}, spec)[0]
+        return {"path": path, "kind": kind, "size": clip.frames.shape[-2:], "n_frames": len(clip.frames) if kind == "video" else 0}
+    item_key({"kind": kind, "path": path}, spec)  # names what is missing or unreadable
+
+    def look(reader):
+        height, width = reader.read([0]).shape[1:3]
+        times = reader.times.tolist()
+        return {"path": path, "kind": kind, "width": width, "height": height, "fps": reader.fps, "frames": len(times),
+                "duration": times[-1] + 1 / reader.fps, "decoder": reader.name, "times": times, "start": start, "end": end,
+                "vfr": bool(np.abs(reader.times - np.arange(len(times)) / reader.fps).max() > 0.5 / reader.fps)}
+
+    found = with_reader(path, fps or spec.fps, look) | {"codec": "images", "rotation": 0}
+    if found["decoder"] != "images":
+        with av.open(str(path)) as container:
+            found["codec"] = f"{container.streams.video[0].codec_context.name} {container.streams.video[0].format.name}"
+            found["rotation"] = next(container.decode(video=0)).rotation
+    return found
+
+def count_tokens(probe, spec, tokenizer=None):
+    """(visual tokens, tokens of time stamps and frame marks) that the probed clip or image adds to a prompt.
+
+    Without a tokenizer a time stamp counts as Qwen's: <, digits, point, digit, " seconds", >."""
+    if probe["kind"] == "image":
+        return probe["size"][0] * probe["size"][1] // spec.token, 0
+    _, (h, w), clip = plan(np.array(probe["times"]), probe["fps"], probe["height"], probe["width"], spec, probe["start"], probe["end"])
+    texts = stamps(clip, spec.temporal_patch_size)
+    encode = (lambda s: tokenizer.encode(s, add_special_tokens=False)) if tokenizer else (lambda s: [0] * (len(s) - len(" seconds") + 1))
+    text = sum(len(encode(s)) + 2 for s in texts) if spec.patch_size != 14 else 0  # Qwen2 and 2.5 have no time stamps
+    return len(texts) * (h * w // spec.token), text
+
+def fit_budget(max_tokens, probe, spec, tokenizer=None):
+    """spec with the most pixels per frame with which the probed clip fits; if even the fewest are too many, fewer frames."""
+    low = (spec.min_pixels or 4 * spec.token) // spec.token
+    n = len(plan(np.array(probe["times"]), probe["fps"], probe["height"], probe["width"], spec, probe["start"], probe["end"])[0])
+    for frames in range(n, 1, -2):
+        for tokens in range((spec.max_pixels or 768 * spec.token) // spec.token, low - 1, -1):
+            tried = replace(spec, max_frames=frames, min_frames=min(spec.min_frames, frames), nframes=None if not spec.nframes else frames, min_pixels=low * spec.token, max_pixels=tokens * spec.token)
+            if sum(count_tokens(probe, tried, tokenizer)) <= max_tokens:
+                return tried
+    raise DataError(f"{probe['path']}: two frames of {low} tokens do not fit into {max_tokens}")
+
+# ---------------------------------------------------------------- commands
+def cut(src, dst, start, end, copy=False):
+    """Writes the segment to dst, or nothing. Frame-exact re-encode; copy: packets from the key frame before start on."""
+    import av
+    temp = f"{dst}.{uuid.uuid4().hex}.part"
+    try:
+        os.makedirs(os.path.dirname(dst) or ".", exist_ok=True)
+        with av.open(src) as source, av.open(temp, "w", format="mp4") as target:
+            stream, written, first = source.streams.video[0], None, None
+            source.seek(max(0, int(start / stream.time_base)), stream=stream)
+            for packet in source.demux(stream):
+                for frame in [] if copy else packet.decode():
+                    if frame.pts is None or not start - 1e-4 <= frame.time <= end + 1e-4:
+                        continue
+                    image = frame.to_ndarray(format="rgb24")
+                    image = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.rot90(image, frame.rotation // 90)), format="rgb24")
+                    if written is None:
+                        written, first = target.add_stream("libx264", rate=stream.average_rate, options={"crf": "16"}), frame.pts
+                        written.width, written.height, written.time_base = image.width, image.height, stream.time_base
+                        written.pix_fmt = "yuv444p" if image.width % 2 or image.height % 2 else "yuv420p"
+                    image.pts, image.time_base = frame.pts - first, stream.time_base
+                    target.mux(written.encode(image))
+                if copy and packet.pts is not None:
+                    if written is None:
+                        written, first = target.add_stream_from_template(stream), packet.dts
+                    if packet.pts * stream.time_base <= end:
+                        packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, written
+                        target.mux(packet)
+                if packet.dts is not None and packet.dts * stream.time_base > end + 1:
+                    break
+            if written is None:
+                raise MediaError(src, f"no frame from {start} s to {end} s")
+            if not copy:
+                target.mux(written.encode())
+        os.replace(temp, dst)
+    except (av.FFmpegError, OSError, IndexError) as error:
+        raise MediaError(src, f"cannot be cut: {error}") from error
+    finally:
+        Path(temp).unlink(missing_ok=True)
+    return {"file": dst}
+
+def segment_of(row, root, index):
+    """(source, start, end, name of the cut file) that a row asks for; ODV-Bench and LiveSports say it in the name."""
+    name = os.path.basename(str(row.get("path") or ""))
+    named = re.fullmatch(r"\d+_(.+)_s([\d.]+)_e([\d.]+)\.mp4", name) or re.fullmatch(r"(.+)_([\d.]+)_([\d.]+)\.mp4", name)
+    video = row.get("video") or (row.get("videos") or [row.get("path")])[0]
+    start, end = (next((row[k] for k in (key, f"video_{key}") if row.get(k) is not None), None) for key in ("start", "end"))
+    if named and end is None:
+        return index.get(named[1], os.path.join(root, f"{named[1]}.mp4")), float(named[2]), float(named[3]), name
+    if not isinstance(video, str) or end is None:
+        raise DataError("names no segment: needs video, start and end, or a path like ID_START_END.mp4")
+    start = float(start or 0)
+    return os.path.join(root, video), start, float(end), row.get("clip_name") or f"{Path(video).stem}_{start:.3f}_{float(end):.3f}.mp4"
+
+def run_all(loader, op, items, what):
+    """{position: answer or MediaError}, with a progress bar; each item once, however many records share it."""
+    from tqdm import tqdm
+    unique = {json.dumps(item): item for item in items}
+    futures = {loader.pool.submit(loader.run, op, item, None, False): key for key, item in unique.items()}
+    answers = {}
+    for future in tqdm(as_completed(futures), total=len(futures), desc=what, unit="file"):
+        error = future.exception()
+        if error and not isinstance(error, MediaError):
+            raise error
+        answers[futures[future]] = error or future.result()
+    return [answers[json.dumps(item)] for item in items]
+
+def survey(args, loader, records, prompts, processor):
+    """[(record, visual tokens, text tokens, None or why the sample cannot be used)]"""
+    items = [media_items(record, args.cache_mode) for record in records]
+    found = iter(run_all(loader, "probe", [item for group in items for item in group], "opening"))
+    tokenizer, out = processor and processor.tokenizer, []
+    for record, group in zip(records, items):
+        probes, visual, reason = [next(found) for _ in group], 0, None
+        messages = json.dumps(build_messages(record, prompts, args.form))
+        text = len(tokenizer.encode(prompt_text(record, prompts, processor, args.form))) - len(group) if processor else len(messages) // 4
+        for answer in probes:
+            try:
+                if isinstance(answer, MediaError):
+                    raise answer
+                more, stamps_ = count_tokens(answer, loader.spec, tokenizer)
+                visual, text = visual + more, text + stamps_
+            except (MediaError, ValueError) as error:
+                reason = str(error)
+        if not reason and visual + text > args.max_prompt_length:
+            reason = f"prompt of {visual + text} tokens is over max_prompt_length {args.max_prompt_length}"
+        out.append((record, visual, text, reason, probes))
     return out
 
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Each command has its own --help.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, teach in (("probe", "Shows what files are and what would be sampled from them."),
+                        ("tokens", "Shows what the data costs in tokens, memory and cache; nothing is decoded."),
+                        ("check", "Opens every clip, lists what is broken or over budget, writes DATA.clean.jsonl."),
+                        ("cache", "Decodes every clip into the cache. Stop and start it as you like."),
+                        ("clip", "Cuts segments: ODV-Bench and LiveSports names, or records with video, start, end.")):
+        sub = commands.add_parser(name, help=teach, description=teach, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub.add_argument(*["files"] if name == "probe" else ["data"], **{"nargs": "+"} if name == "probe" else {}, help="what to read")
+        if name == "clip":
+            sub.add_argument("out", help="folder for the clips")
+            sub.add_argument("--copy", action="store_true", help="copy the stream: fast, but starts at the key frame before")
+        sub.add_argument("--data-root", help="where relative paths start; default: the folder of the data file")
+        sub.add_argument("--model", help="Hugging Face folder: its patch sizes and tokenizer make the counts exact")
+        sub.add_argument("--max-prompt-length", type=int, default=32768, help="tokens; longer prompts are never truncated but dropped")
+        sub.add_argument("--form", default="reason", choices=["reason", "direct"], help="form of configs/prompts.yaml")
+        sub.add_argument("--workers", type=int, default=os.cpu_count(), help="decoding processes")
+        sub.add_argument("--timeout", type=float, default=60.0 if name != "clip" else 600.0, help="seconds per file; then the worker is killed")
+        sub.add_argument("--cache-dir", required=name == "cache", help="folder of the frame cache")
+        sub.add_argument("--cache-gb", type=float, help="size limit; the least recently used clips go first")
+        sub.add_argument("--bad-file", default="bad_videos.jsonl", help="failed files are appended here with the reason")
+        for f in fields(MediaSpec):
+            kind = str if f.name == "timestamps" else float if f.name == "fps" else int
+            sub.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, help="see MediaSpec")
+        sub.set_defaults(cache_mode="prefer_cache")
+    args = parser.parse_args()
+    ...
 
-def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device, dtype):
-    """What the Hugging Face model takes besides input_ids. Keys of media that the prompt lacks are absent."""
-    vision = model_config.vision_config
-    sizes = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-    ids = torch.tensor(prompt_ids)
-    types = (ids == model_config.image_token_id).int() + 2 * (ids == model_config.video_token_id).int()
-    inputs = {"mm_token_type_ids": types[None].to(device),  # (1, P)
-              "position_ids": position_ids(prompt_ids, media, model_config)[:, None].to(device)}  # (4, 1, P)
-    video_grids, image_grids = grids(media, model_config)
-    for name, grid, stacks in (("videos", video_grids, [clip.frames for clip in media.videos]),
-                               ("images", image_grids, [image[None] for image in media.images])):
-        if stacks:
-            suffix = "_videos" if name == "videos" else ""
-            patches = torch.cat([patchify(frames, *sizes) for frames in stacks])  # uint8
-            inputs["pixel_values" + suffix] = normalize(patches, image_mean, image_std, sizes[2], device, dtype)
-            inputs[("video" if name == "videos" else "image") + "_grid_thw"] = torch.tensor(grid, device=device)
-    return inputs
+if __name__ == "__main__":
+    if sys.argv[1:] == ["_worker"]:
+        serve()
+    else:
+        main()
