@@ -398,6 +398,15 @@ def read_image(path):
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise MediaError(path, f"cannot be read as an image: {error}") from error
 
+def decode_image(path, spec):
+    """An image in its own pixel budget; the frames of the Clip are (3, H, W)."""
+    pixels, low, high = read_image(path), spec.image_min_pixels or 4 * spec.token, spec.image_max_pixels or 16384 * spec.token
+    try:
+        size = smart_resize(*pixels.shape[:2], spec.patch_size * spec.merge_size, min(low, high), high)
+    except ValueError as error:
+        raise MediaError(path, error) from error
+    return Clip(resize(pixels[None], *size)[0].contiguous(), 1.0, [], 0, 0.0)
+
 def frame_files(path):
     """The image files of a frame list or of a folder in natural order (2 before 10); None for a video file."""
     if isinstance(path, (list, tuple)) or not os.path.isdir(path):
@@ -496,14 +505,12 @@ def item_key(item, spec):
             raise MediaError(file, error.strerror) from error
     return digest.hexdigest()[:32]
 
-def write_clip(file, clip):
-    """Atomic: readers see nothing or the whole file; of several writers the last one wins, with the same bytes."""
-    from safetensors.torch import save_file
-    file, header = Path(file), {k: json.dumps(v) for k, v in vars(clip).items() if k != "frames"}
+def write_atomic(file, write):
+    """write(temp); then the rename: readers see nothing or the whole file, the last of several writers wins."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temp = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.tmp")
+    temp = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:
-        save_file({"frames": clip.frames}, temp, metadata=header)
+        write(temp)
         with open(temp, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(temp, file)
@@ -521,40 +528,33 @@ def read_clip(file):
     return clip if clip.frames.dtype == torch.uint8 and clip.frames.shape[-3] == 3 else None
 
 def load_item(item, spec, cache_dir=None, cache_mode="prefer_cache"):
-    """(Clip, its cache file or None). Images are not cached: their decode costs less than the space."""
-    key, path, file = item_key(item, spec), item["path"], None
-    if item["kind"] == "image":
-        pixels, low = read_image(path), spec.image_min_pixels or 4 * spec.token
-        high = spec.image_max_pixels or 16384 * spec.token
-        try:
-            size = smart_resize(*pixels.shape[:2], spec.patch_size * spec.merge_size, min(low, high), high)
-        except ValueError as error:
-            raise MediaError(path, error) from error
-        return Clip(resize(pixels[None], *size)[0], 0.0, [], 0, 0.0, key), None
-    if cache_dir and cache_mode != "realtime":
-        file = Path(cache_dir) / key[:2] / f"{key}.safetensors"
-        broken = file.with_suffix(".bad")
-        if clip := read_clip(file):
-            os.utime(file)  # the least recently used go first
-            return clip, file
-        if broken.exists():
-            raise MediaError(path, f"{broken.read_text()} (remembered in {broken})")
-        if cache_mode == "cache_only":
-            raise MediaError(path, f"is not in {cache_dir}; fill it with: python video_io.py cache")
+    """(Clip, its cache file or None). Broken files are remembered too, as KEY.bad."""
+    from safetensors.torch import save_file
+    key, path = item_key(item, spec), item["path"]
+    file = Path(cache_dir, key[:2], key + ".safetensors") if cache_dir and cache_mode != "realtime" else None
+    if file and (clip := read_clip(file)):
+        os.utime(file)  # the least recently used go first
+        return clip, file
+    broken = file and file.with_suffix(".bad")
+    if file and broken.exists():
+        raise MediaError(path, f"{broken.read_text()} (remembered in {broken})")
+    if file and cache_mode == "cache_only":
+        raise MediaError(path, f"is not in {cache_dir}; fill it with: python video_io.py cache")
     try:
-        clip = decode(path, spec, item.get("start"), item.get("end"), item.get("fps"))
+        clip = decode_image(path, spec) if item["kind"] == "image" else decode(
+            path, spec, item.get("start"), item.get("end"), item.get("fps"))
     except MediaError as error:
         if file:
-            broken.parent.mkdir(parents=True, exist_ok=True)
-            broken.write_text(error.reason)
+            write_atomic(broken, lambda temp: temp.write_text(error.reason))
         raise
     clip.key = key
     if file:
-        write_clip(file, clip)
+        header = {name: json.dumps(value) for name, value in vars(clip).items() if name != "frames"}
+        write_atomic(file, lambda temp: save_file({"frames": clip.frames}, temp, header))
     return clip, file
 
 def evict(cache_dir, limit_bytes):
-    """Deletes the least recently used entries until the cache fits, and what killed writers left."""
+    """Deletes the least recently used entries until the cache fits, and what killed writers left an hour ago."""
     files = []
     for file in Path(cache_dir).glob("*/*"):
         try:
@@ -580,8 +580,15 @@ def load_media(record, spec, cache_dir=None, cache_mode="prefer_cache", load=Non
     return media
 
 # ---------------------------------------------------------------- worker processes
+def perform(op, item, spec, cache_dir, cache_mode):
+    """What a worker can be asked for: load (into the cache folder), probe, cut. A JSON-ready dict."""
+    if op == "load":
+        clip, file = load_item(item, spec, cache_dir, cache_mode)
+        return {"file": str(file), "bytes": clip.frames.nbytes}
+    return probe(item, spec) if op == "probe" else cut(**item)
+
 def serve():
-    """A worker: one JSON request per line in, one JSON answer per line out, frames through files."""
+    """A worker: one JSON request per line in, one JSON answer per line out."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: none is left behind when the trainer is killed
@@ -589,17 +596,9 @@ def serve():
     os.dup2(2, 1)  # what libraries print is no answer
     print("ready", file=answers)
     for line in sys.stdin:
-        op, item, spec, cache, spill = json.loads(line)
+        op, item, spec, *cache = json.loads(line)
         try:
-            if op == "load":
-                clip, file = load_item(item, MediaSpec(**spec), *cache)
-                if not file and spill:
-                    write_clip(spill, clip)
-                answer = {"file": str(file or spill), "bytes": clip.frames.nbytes}
-            elif op == "probe":
-                answer = probe(item["path"], MediaSpec(**spec), item.get("start"), item.get("end"), item.get("fps"), item["kind"])
-            else:
-                answer = cut(**item)
+            answer = perform(op, item, MediaSpec(**spec), *cache)
         except MediaError as error:
             answer = {"error": error.reason}
         print(json.dumps(answer), file=answers)
@@ -607,33 +606,41 @@ def serve():
 class MediaLoader:
     """Decodes in worker processes: a clip that hangs or crashes the decoder costs one sample, never the run.
 
-    Workers start by exec, which is safe beside the threads of vLLM and torch, and import neither. workers=0: in this
-    process, without a timeout. Failed items are counted in n_bad and appended to bad_file, decoded ones count in n_ok.
+    Workers start by exec, which is safe beside the threads of vLLM and torch, and import neither of vLLM, transformers;
+    frames come back through memory-mapped files. workers=0: in this process, without a timeout. n_ok and n_bad count
+    files; each bad one is appended to bad_file.
     """
     def __init__(self, spec, workers=2, timeout_s=60, cache_dir=None, cache_mode="prefer_cache", bad_file=None, cache_gb=None):
-        self.spec, self.workers, self.timeout_s, self.bad_file = spec, workers, timeout_s, bad_file
-        self.cache, self.cache_bytes, self.unswept = (cache_dir and str(cache_dir), cache_mode), (cache_gb or 0) * 1e9, math.inf
-        self.n_ok, self.n_bad, self.lock, self.processes = 0, 0, threading.Lock(), {}
+        self.spec, self.workers, self.timeout_s, self.bad_file, self.cache_gb = spec, workers, timeout_s, bad_file, cache_gb
+        self.cache_dir, self.cache_mode = str(cache_dir) if cache_dir and cache_mode != "realtime" else None, cache_mode
+        self.n_ok, self.n_bad, self.unswept, self.lock, self.processes = 0, 0, math.inf, threading.Lock(), {}
         self.pool = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="media")
         roomy = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**31
         self.spill = tempfile.mkdtemp(prefix="frames-", dir="/dev/shm" if roomy else None)
 
     def submit(self, record):
         """A Future of Media, or of a MediaError."""
-        return self.pool.submit(load_media, record, self.spec, *self.cache, lambda item: self.run("load", item, record))
+        return self.pool.submit(load_media, record, self.spec, None, self.cache_mode, lambda item: self.load(item, record))
 
-    def run(self, op, item, record=None, spill=True):
-        """One item in a worker, waited for. op: load (a Clip; without spill only into the cache), probe or clip."""
-        spill = os.path.join(self.spill, uuid.uuid4().hex) if spill and op == "load" else None
+    def load(self, item, record=None):
+        folder = self.cache_dir or os.path.join(self.spill, uuid.uuid4().hex)  # without a cache: one that lasts for a moment
         try:
-            if not self.workers and op == "load":
-                answer = load_item(item, self.spec, *self.cache)[0]
+            clip = read_clip(self.ask("load", item, record, folder)["file"])
+        finally:
+            if not self.cache_dir:
+                shutil.rmtree(folder, ignore_errors=True)  # the mapping keeps the pages
+        if clip is None:
+            raise MediaError(item["path"], "was evicted from the cache before it was read; raise the limit")
+        return clip
+
+    def ask(self, op, item, record=None, folder=None):
+        """The answer of perform(), from this thread's worker."""
+        mode = self.cache_mode if self.cache_dir else "prefer_cache"
+        try:
+            if self.workers:
+                answer = self._answer([op, item, asdict(self.spec), folder, mode])
             else:
-                answer = self._ask([op, item, asdict(self.spec), self.cache, spill])
-                if spill:
-                    answer, file = read_clip(answer["file"]), answer["file"]
-                    if answer is None:
-                        raise MediaError(item["path"], f"its frames in {file} vanished before they were read")
+                answer = perform(op, item, self.spec, folder, mode)
         except MediaError as error:
             with self.lock:
                 self.n_bad += 1
@@ -641,19 +648,15 @@ class MediaLoader:
                     with open(self.bad_file, "a", encoding="utf-8") as f:
                         f.write(json.dumps(vars(error) | {"where": (record or {}).get("where")}) + "\n")
             raise
-        finally:
-            if spill:
-                Path(spill).unlink(missing_ok=True)  # a mapping keeps its pages
         with self.lock:
-            self.n_ok += 1
-            self.unswept += answer["bytes"] if isinstance(answer, dict) and "bytes" in answer else 0 if spill is None else answer.frames.nbytes
-            if self.cache[0] and self.cache_bytes and self.unswept > self.cache_bytes / 20:
+            self.n_ok, self.unswept = self.n_ok + 1, self.unswept + answer.get("bytes", 0)
+            if self.cache_dir and self.cache_gb and self.unswept > self.cache_gb * 5e7:  # a twentieth of the limit
                 self.unswept = 0
-                evict(self.cache[0], self.cache_bytes)
+                evict(self.cache_dir, self.cache_gb * 1e9)
         return answer
 
-    def _ask(self, request):
-        process = self.processes.get(threading.get_ident())
+    def _answer(self, request):
+        process, path = self.processes.get(threading.get_ident()), request[1].get("path", request[1].get("src"))
         if process is None or process.poll() is not None:
             process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
             self.processes[threading.get_ident()] = process
@@ -667,11 +670,11 @@ class MediaLoader:
         line = process.stdout.readline() if answered else b""
         if not line:
             process.kill()
-            reason = f"crashed the decoder (exit code {process.wait()})" if answered else f"hung for {self.timeout_s:g} s; killed"
-            raise MediaError(request[1].get("path", ""), reason)
+            died = f"crashed the decoder (exit code {process.wait()})"
+            raise MediaError(path, died if answered else f"hung for {self.timeout_s:g} s; the decoder was killed")
         answer = json.loads(line)
         if "error" in answer:
-            raise MediaError(request[1].get("path", ""), answer["error"])
+            raise MediaError(path, answer["error"])
         return answer
 
     def close(self):
@@ -794,50 +797,93 @@ def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device,
     return inputs
 
 # ---------------------------------------------------------------- token maths without decoding
-def probe(path, spec=MediaSpec(), start=None, end=None, fps=None, kind="video"):
-    """What a file is and what spec takes of it, from headers and the first frame: a dict, JSON-ready."""
+def probe(item, spec=MediaSpec()):
+    """What a file is, from its headers and first frame, JSON-ready. item: a path or one of media_items()."""
     import av
-    if kind == "image" or str(path).endswith(".pt"):
-        clip = load_item({"kind": kind, "path": path}, spec)[0]
-        return {"path": path, "kind": kind, "size": clip.frames.shape[-2:], "n_frames": len(clip.frames) if kind == "video" else 0}
-    item_key({"kind": kind, "path": path}, spec)  # names what is missing or unreadable
+    item = {"kind": "video", "path": item} if isinstance(item, (str, os.PathLike)) else item
+    item, path = item | {"path": os.fspath(item["path"]) if isinstance(item["path"], os.PathLike) else item["path"]}, item["path"]
+    item_key(item, spec)  # says what is missing or unreadable
 
     def look(reader):
         height, width = reader.read([0]).shape[1:3]
-        times = reader.times.tolist()
-        return {"path": path, "kind": kind, "width": width, "height": height, "fps": reader.fps, "frames": len(times),
-                "duration": times[-1] + 1 / reader.fps, "decoder": reader.name, "times": times, "start": start, "end": end,
-                "vfr": bool(np.abs(reader.times - np.arange(len(times)) / reader.fps).max() > 0.5 / reader.fps)}
+        vfr = np.abs(reader.times - np.arange(len(reader.times)) / reader.fps).max() > 0.5 / reader.fps
+        return {"height": height, "width": width, "fps": reader.fps, "frames": len(reader.times), "vfr": bool(vfr),
+                "duration": reader.times[-1] + 1 / reader.fps, "decoder": reader.name, "times": reader.times.tolist()}
 
-    found = with_reader(path, fps or spec.fps, look) | {"codec": "images", "rotation": 0}
+    if item["kind"] == "image" or str(path).endswith(".pt"):
+        clip = load_item(item, spec)[0]
+        return item | {"done": list(clip.frames.shape), "stamps": stamps(clip, spec.temporal_patch_size)}
+    found = item | {"codec": "images", "rotation": 0} | with_reader(path, item.get("fps") or spec.fps, look)
     if found["decoder"] != "images":
-        with av.open(str(path)) as container:
-            found["codec"] = f"{container.streams.video[0].codec_context.name} {container.streams.video[0].format.name}"
+        with av.open(path) as container:
             found["rotation"] = next(container.decode(video=0)).rotation
+            found["codec"] = f"{container.streams.video[0].codec_context.name} {container.streams.video[0].format.name}"
     return found
 
-def count_tokens(probe, spec, tokenizer=None):
-    """(visual tokens, tokens of time stamps and frame marks) that the probed clip or image adds to a prompt.
+def plan_of(probe, spec):
+    return plan(np.array(probe["times"]), probe["fps"], probe["height"], probe["width"], spec, probe.get("start"), probe.get("end"))
 
-    Without a tokenizer a time stamp counts as Qwen's: <, digits, point, digit, " seconds", >."""
-    if probe["kind"] == "image":
-        return probe["size"][0] * probe["size"][1] // spec.token, 0
-    _, (h, w), clip = plan(np.array(probe["times"]), probe["fps"], probe["height"], probe["width"], spec, probe["start"], probe["end"])
-    texts = stamps(clip, spec.temporal_patch_size)
-    encode = (lambda s: tokenizer.encode(s, add_special_tokens=False)) if tokenizer else (lambda s: [0] * (len(s) - len(" seconds") + 1))
-    text = sum(len(encode(s)) + 2 for s in texts) if spec.patch_size != 14 else 0  # Qwen2 and 2.5 have no time stamps
-    return len(texts) * (h * w // spec.token), text
+def count_tokens(probe, spec, tokenizer=None):
+    """(visual tokens, tokens of time stamps and frame marks) that a probed file adds to a prompt.
+
+    Without a tokenizer a time stamp counts as Qwen's does: one token per character, " seconds" one."""
+    if "done" in probe:
+        texts, size = probe["stamps"] or [""], probe["done"][-2:]
+    else:
+        _, size, clip = plan_of(probe, spec)
+        texts = stamps(clip, spec.temporal_patch_size)
+    length = (lambda s: len(tokenizer.encode(s, add_special_tokens=False))) if tokenizer else lambda s: len(s) - 7
+    # Qwen2-VL and Qwen2.5-VL (patch 14) have no time stamps; images have none either
+    text = sum(length(s) + 2 for s in texts) if spec.patch_size != 14 and probe["kind"] == "video" else 0
+    return len(texts) * (size[0] * size[1] // spec.token), text
 
 def fit_budget(max_tokens, probe, spec, tokenizer=None):
-    """spec with the most pixels per frame with which the probed clip fits; if even the fewest are too many, fewer frames."""
-    low = (spec.min_pixels or 4 * spec.token) // spec.token
-    n = len(plan(np.array(probe["times"]), probe["fps"], probe["height"], probe["width"], spec, probe["start"], probe["end"])[0])
-    for frames in range(n, 1, -2):
-        for tokens in range((spec.max_pixels or 768 * spec.token) // spec.token, low - 1, -1):
-            tried = replace(spec, max_frames=frames, min_frames=min(spec.min_frames, frames), nframes=None if not spec.nframes else frames, min_pixels=low * spec.token, max_pixels=tokens * spec.token)
+    """spec with the most pixels per frame with which the probed clip fits; where the fewest do not, with fewer frames."""
+    low, high = (spec.min_pixels or 4 * spec.token) // spec.token, (spec.max_pixels or 768 * spec.token) // spec.token
+    for frames in range(len(plan_of(probe, spec)[0]), 1, -2):
+        for tokens in range(high, low - 1, -1):
+            tried = replace(spec, nframes=frames, min_pixels=low * spec.token, max_pixels=tokens * spec.token)
             if sum(count_tokens(probe, tried, tokenizer)) <= max_tokens:
                 return tried
-    raise DataError(f"{probe['path']}: two frames of {low} tokens do not fit into {max_tokens}")
+    raise DataError(f"{probe['path']}: two frames of {low} tokens are more than {max_tokens}; raise the budget")
+
+def survey(records, loader, prompts, processor=None, form="reason", max_prompt_length=math.inf, system=None):
+    """[(record, visual tokens, text tokens, why the sample cannot be used or None, its probes)] without decoding.
+
+    Prompts over max_prompt_length are reported, never truncated: a cut through vision tokens is no prompt at all."""
+    groups = [media_items(record, loader.cache_mode) for record in records]
+    answers = ask_all(loader, "probe", [item for group in groups for item in group], "opening")
+    tokenizer, out = processor and processor.tokenizer, []
+    for record, group in zip(records, groups):
+        probes, visual, reason = [answers[json.dumps(item)] for item in group], 0, None
+        if processor:
+            text = len(tokenizer.encode(prompt_text(record, prompts, processor, form, system), add_special_tokens=False)) - len(group)
+        else:
+            text = len(json.dumps(build_messages(record, prompts, form, system))) // 4
+        for found in probes:
+            try:
+                if isinstance(found, MediaError):
+                    raise found
+                more = count_tokens(found, loader.spec, tokenizer)
+                visual, text = visual + more[0], text + more[1]
+            except (MediaError, ValueError) as error:
+                reason = reason or f"{error}"
+        if not reason and visual + text > max_prompt_length:
+            reason = f"prompt of {visual + text} tokens is over max_prompt_length {max_prompt_length}"
+        out.append((record, visual, text, reason, probes))
+    return out
+
+def ask_all(loader, op, items, what, folder=None):
+    """{JSON of the item: answer or MediaError}; a progress bar; a file that several records share is asked for once."""
+    from tqdm import tqdm
+    unique = {json.dumps(item): item for item in items}
+    futures = {loader.pool.submit(loader.ask, op, item, None, folder): key for key, item in unique.items()}
+    answers = {}
+    for future in tqdm(as_completed(futures), total=len(futures), desc=what, unit="file", disable=not futures):
+        if not isinstance(future.exception(), MediaError | None):
+            raise future.exception()
+        answers[futures[future]] = future.exception() or future.result()
+    return answers
 
 # ---------------------------------------------------------------- commands
 def cut(src, dst, start, end, copy=False):
@@ -893,72 +939,132 @@ def segment_of(row, root, index):
     start = float(start or 0)
     return os.path.join(root, video), start, float(end), row.get("clip_name") or f"{Path(video).stem}_{start:.3f}_{float(end):.3f}.mp4"
 
-def run_all(loader, op, items, what):
-    """{position: answer or MediaError}, with a progress bar; each item once, however many records share it."""
-    from tqdm import tqdm
-    unique = {json.dumps(item): item for item in items}
-    futures = {loader.pool.submit(loader.run, op, item, None, False): key for key, item in unique.items()}
-    answers = {}
-    for future in tqdm(as_completed(futures), total=len(futures), desc=what, unit="file"):
-        error = future.exception()
-        if error and not isinstance(error, MediaError):
-            raise error
-        answers[futures[future]] = error or future.result()
-    return [answers[json.dumps(item)] for item in items]
+def show_probes(args, loader, processor):
+    answers = ask_all(loader, "probe", [{"kind": "image" if f.lower().endswith(IMAGE_SUFFIXES) else "video", "path": f} for f in args.data], "opening")
+    for found in answers.values():
+        if isinstance(found, MediaError):
+            print(found)
+            continue
+        try:
+            visual, text = count_tokens(found, loader.spec, processor and processor.tokenizer)
+            size, n = (found["done"][-2:], len(found["stamps"])) if "done" in found else (plan_of(found, loader.spec)[1], len(plan_of(found, loader.spec)[0]))
+        except ValueError as error:
+            print(f"{found['path']}: {error}")
+            continue
+        if "codec" in found:
+            print(f"{found['path']}: {found['codec']}, {found['width']}x{found['height']}, {found['frames']} frames, {found['fps']:.3f} fps"
+                  f"{' (variable)' * found['vfr']}, {found['duration']:.2f} s, rotation {found['rotation']}, read by {found['decoder']}")
+        print(f"{found['path']}: sampled {n} frames of {size[1]}x{size[0]}: {visual} visual + {text} text tokens")
+    return 1 if any(isinstance(found, MediaError) for found in answers.values()) else 0
 
-def survey(args, loader, records, prompts, processor):
-    """[(record, visual tokens, text tokens, None or why the sample cannot be used)]"""
-    items = [media_items(record, args.cache_mode) for record in records]
-    found = iter(run_all(loader, "probe", [item for group in items for item in group], "opening"))
-    tokenizer, out = processor and processor.tokenizer, []
-    for record, group in zip(records, items):
-        probes, visual, reason = [next(found) for _ in group], 0, None
-        messages = json.dumps(build_messages(record, prompts, args.form))
-        text = len(tokenizer.encode(prompt_text(record, prompts, processor, args.form))) - len(group) if processor else len(messages) // 4
-        for answer in probes:
-            try:
-                if isinstance(answer, MediaError):
-                    raise answer
-                more, stamps_ = count_tokens(answer, loader.spec, tokenizer)
-                visual, text = visual + more, text + stamps_
-            except (MediaError, ValueError) as error:
-                reason = str(error)
-        if not reason and visual + text > args.max_prompt_length:
-            reason = f"prompt of {visual + text} tokens is over max_prompt_length {args.max_prompt_length}"
-        out.append((record, visual, text, reason, probes))
-    return out
+def show_tokens(args, loader, processor):
+    prompts = load_prompts()
+    rows = survey(load_records(args.data, args.data_root, prompts), loader, prompts, processor, args.form, args.max_prompt_length)
+    totals = np.array([visual + text for _, visual, text, _, _ in rows])
+    for name, values in (("visual", [r[1] for r in rows]), ("text", [r[2] for r in rows]), ("prompt", totals)):
+        low, mid, high, most = np.percentile(values, [0, 50, 95, 100]).astype(int)
+        print(f"{name:>7} tokens: least {low}, median {mid}, 95 % {high}, most {most}, sum {int(np.sum(values))}")
+    counts, edges = np.histogram(totals, 12)
+    for n, left, right in zip(counts, edges, edges[1:]):
+        print(f"{int(left):>8}-{int(right):<8} {'#' * math.ceil(50 * n / counts.max())} {n}")
+    clips = {p["path"] if isinstance(p["path"], str) else p["path"][0]: p for r in rows for p in r[4] if isinstance(p, dict) and "times" in p}
+    frames = [(len(i), *size) for i, size, _ in (plan_of(p, loader.spec) for p in clips.values())]
+    print(f"cache: {len(clips)} clips, {sum(3 * n * h * w for n, h, w in frames) / 1e9:.2f} GB")
+    if args.model:
+        text = args.config.get_text_config()
+        print(f"activations of the longest prompt, one checkpoint per layer in bf16: {2 * int(totals.max()) * text.hidden_size * text.num_hidden_layers / 1e9:.2f} GB")
+    worst = max(rows, key=lambda r: r[1] + r[2])
+    over = [f"{record['where']}: {reason}" for record, _, _, reason, _ in rows if reason]
+    print(*over[:20], f"{len(over)} of {len(rows)} samples cannot be used as they are", sep="\n")
+    if worst[3] and len(worst[4]) == 1 and isinstance(worst[4][0], dict) and "times" in worst[4][0]:
+        fit = fit_budget(args.max_prompt_length - worst[2], worst[4][0], loader.spec, processor and processor.tokenizer)
+        print(f"the longest fits with --max-pixels {fit.max_pixels} --min-pixels {fit.min_pixels} --max-frames {fit.nframes}")
+    return 0
+
+def check_data(args, loader, processor):
+    prompts = load_prompts()
+    records, problems, source = read_records(args.data, args.data_root, prompts)
+    rows = survey(records, loader, prompts, processor, args.form, args.max_prompt_length)
+    problems += [f"{record['where']}: {reason}" for record, _, _, reason, _ in rows if reason]
+    good = [source[record["where"]] for record, _, _, reason, _ in rows if not reason]
+    clean = Path(args.data).with_suffix(".clean.jsonl")
+    write_atomic(clean, lambda temp: temp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in good), encoding="utf-8"))
+    print(*problems, f"{len(source)} records = {len(good)} good, in {clean} + {len(source) - len(good)} left out", sep="\n")
+    return 1 if problems else 0
+
+def fill_cache(args, loader, processor):
+    items = [item for record in load_records(args.data, args.data_root) for item in media_items(record) if item["kind"] == "video"]
+    answers = ask_all(loader, "load", items, "caching", args.cache_dir)
+    bad = [answer for answer in answers.values() if isinstance(answer, MediaError)]
+    size = sum(answer["bytes"] for answer in answers.values() if isinstance(answer, dict))
+    print(f"{len(answers)} clips = {len(answers) - len(bad)} in {args.cache_dir} ({size / 1e9:.2f} GB) + {len(bad)} failed")
+    print(*bad[:20], f"all failures: {args.bad_file}" * bool(bad), sep="\n")
+    return 1 if bad else 0
+
+def cut_data(args, loader, processor):
+    root = os.path.abspath(args.data_root or Path(args.data).parent)
+    index = {p.stem: str(p) for p in sorted(Path(root).rglob("*")) if p.suffix.lower() in (".mp4", ".avi", ".mkv", ".mov", ".webm")}
+    items, faults, done = [], [], 0
+    for line, row in read_rows(args.data):
+        try:
+            src, start, end, name = segment_of(row, root, index)
+        except (DataError, AttributeError, ValueError) as error:
+            faults.append(f"{args.data}:{line}: {error}")
+            continue
+        dst = os.path.join(args.out, name)
+        if not os.path.exists(dst):
+            items.append({"src": src, "dst": dst, "start": start, "end": end, "copy": args.copy})
+        done += os.path.exists(dst)
+    answers = ask_all(loader, "cut", items, "cutting")
+    faults += [str(answer) for answer in answers.values() if isinstance(answer, MediaError)]
+    print(*faults[:20], f"{len(answers)} segments cut or tried, {done} records had theirs, {len(faults)} failures", sep="\n")
+    return 1 if faults else 0
+
+COMMANDS = {"probe": (show_probes, "Shows what files are and what would be sampled from them."),
+            "tokens": (show_tokens, "Shows what the data costs in tokens, memory and cache. Decodes nothing."),
+            "check": (check_data, "Opens every clip, lists what is broken or over budget, writes DATA.clean.jsonl."),
+            "cache": (fill_cache, "Decodes every clip into the cache. Stop and start it as you like."),
+            "clip": (cut_data, "Cuts segments: names of ODV-Bench and LiveSports, or records with video, start, end.")}
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Each command has its own --help.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, teach in (("probe", "Shows what files are and what would be sampled from them."),
-                        ("tokens", "Shows what the data costs in tokens, memory and cache; nothing is decoded."),
-                        ("check", "Opens every clip, lists what is broken or over budget, writes DATA.clean.jsonl."),
-                        ("cache", "Decodes every clip into the cache. Stop and start it as you like."),
-                        ("clip", "Cuts segments: ODV-Bench and LiveSports names, or records with video, start, end.")):
+    for name, (_, teach) in COMMANDS.items():
         sub = commands.add_parser(name, help=teach, description=teach, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        sub.add_argument(*["files"] if name == "probe" else ["data"], **{"nargs": "+"} if name == "probe" else {}, help="what to read")
+        sub.add_argument("data", nargs="+" if name == "probe" else None, help="media files" if name == "probe" else "JSON, JSONL or parquet")
         if name == "clip":
             sub.add_argument("out", help="folder for the clips")
             sub.add_argument("--copy", action="store_true", help="copy the stream: fast, but starts at the key frame before")
-        sub.add_argument("--data-root", help="where relative paths start; default: the folder of the data file")
-        sub.add_argument("--model", help="Hugging Face folder: its patch sizes and tokenizer make the counts exact")
-        sub.add_argument("--max-prompt-length", type=int, default=32768, help="tokens; longer prompts are never truncated but dropped")
+        sub.add_argument("--data-root", help="where relative paths start; else the folder of the data file")
+        sub.add_argument("--model", help="model folder: its patch sizes and tokenizer make counts exact")
+        sub.add_argument("--max-prompt-length", type=int, default=32768, help="tokens; longer prompts are dropped, never truncated")
         sub.add_argument("--form", default="reason", choices=["reason", "direct"], help="form of configs/prompts.yaml")
         sub.add_argument("--workers", type=int, default=os.cpu_count(), help="decoding processes")
-        sub.add_argument("--timeout", type=float, default=60.0 if name != "clip" else 600.0, help="seconds per file; then the worker is killed")
+        sub.add_argument("--timeout", type=float, default=600.0 if name == "clip" else 60.0, help="seconds per file, then its worker is killed")
         sub.add_argument("--cache-dir", required=name == "cache", help="folder of the frame cache")
-        sub.add_argument("--cache-gb", type=float, help="size limit; the least recently used clips go first")
+        sub.add_argument("--cache-gb", type=float, help="size limit: the least recently used clips go first")
         sub.add_argument("--bad-file", default="bad_videos.jsonl", help="failed files are appended here with the reason")
         for f in fields(MediaSpec):
-            kind = str if f.name == "timestamps" else float if f.name == "fps" else int
-            sub.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, help="see MediaSpec")
-        sub.set_defaults(cache_mode="prefer_cache")
-    args = parser.parse_args()
-    ...
+            kind = {"fps": float, "timestamps": str}.get(f.name, int)
+            sub.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, help="see MediaSpec in video_io.py")
+    args, loader = parser.parse_args(), None
+    try:
+        settings, processor = {f.name: getattr(args, f.name) for f in fields(MediaSpec)}, None
+        if args.model:
+            from transformers import AutoConfig
+            processor, args.config = load_processor(args.model), AutoConfig.from_pretrained(args.model)
+            settings |= {k: v for k, v in asdict(media_spec(args.config)).items() if k.endswith(("patch_size", "merge_size"))}
+        loader = MediaLoader(MediaSpec(**settings), args.workers, args.timeout, args.cache_dir, "prefer_cache", args.bad_file, args.cache_gb)
+        return COMMANDS[args.command][0](args, loader, processor)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    finally:
+        if loader:
+            loader.close()
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["_worker"]:
-        serve()
-    else:
-        main()
+    sys.exit(serve() if sys.argv[1:] == ["_worker"] else main())
