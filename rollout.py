@@ -20,13 +20,9 @@ import os
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by the CPU build only
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("TQDM_MININTERVAL", "1")
 
-import argparse
 import gc
-import json
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from safetensors import safe_open
@@ -45,9 +41,55 @@ class Response:
 
 
 @dataclass
-class Rollout:
-    prompt_ids: list[int]  # as the engine expanded them, vision placeholders included
-    responses: list[Response]
+class Group:
+    """One prompt and, once sampled, its n responses; the trainer adds what it computes from them."""
+
+    record: dict
+    media: object  # video_io.Media
+    text: str  # the prompt as sent: media placeholders unexpanded
+    prompt_ids: list[int]  # the prompt as trained on: placeholders expanded
+    responses: list[Response] = field(default_factory=list)
+    scores: list[dict] = field(default_factory=list)  # rewards.score of each response
+    advantages: torch.Tensor = None  # (n,)
+    old_logprobs: list = None  # one (tokens,) tensor per response, where several updates need them
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+@dataclass
+class Prompter:
+    """Turns records into prompts: what is asked, in which form, and how long it may get."""
+
+    processor: object
+    model_config: object
+    prompts: dict  # video_io.load_prompts
+    form: str = "reason"
+    system: str = None
+    max_prompt_length: int = 16384
+
+    def groups(self, waiting):
+        """Wait for decoded records.  waiting: [(record, Future of video_io.Media)].
+
+        Returns (groups without responses yet, [(record, reason)] of those that cannot be asked: media that failed, or
+        a prompt over max_prompt_length, which is never cut since a cut through a clip's tokens orphans its pixels).
+        """
+        groups, failed = [], []
+        for record, future in waiting:
+            try:
+                media = future.result()
+            except video_io.MediaError as e:
+                failed.append((record, str(e)))
+                continue
+            text = video_io.prompt_text(record, self.prompts, self.processor, self.form, self.system)
+            ids = video_io.expand_prompt(text, media, self.processor, self.model_config)
+            if len(ids) > self.max_prompt_length:
+                failed.append((record, f"prompt of {len(ids)} tokens is over max_prompt_length "
+                                       f"{self.max_prompt_length}"))
+            else:
+                groups.append(Group(record, media, text, ids))
+        assert len(groups) + len(failed) == len(waiting)
+        return groups, failed
 
 
 # ---------------------------------------------------------------------------------------------- the engine
@@ -81,23 +123,28 @@ class Engine:
             limit_mm_per_prompt=limit_mm or {"video": 8, "image": 16}, logprobs_mode="processed_logprobs", **options)
         self.weight_names = checkpoint_names(model_dir)
 
-    def generate(self, prompts, n=1, *, max_tokens, temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, stop=None,
-                 seeds=None):
-        """n sampled responses for each prompt.
+    def answer(self, groups, n=1, *, max_tokens, temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, stop=None,
+               seeds=None):
+        """Sample n responses to each group's prompt and put them into it.
 
-        prompts: dicts of `video_io.vllm_inputs`; seeds: one int per prompt (response i samples with seed + i), which
-        makes the samples independent of batching.  temperature 0 is greedy.  Returns one Rollout per prompt, in order.
+        seeds: one int per group (response i samples with seed + i), which makes samples independent of batching.
+        temperature 0 is greedy.
         """
         from vllm import SamplingParams
 
         sampling = [SamplingParams(
             n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_tokens=min_tokens,
             stop=stop, seed=None if seeds is None else seeds[i], logprobs=0,
-            logit_bias={t: BAN for t in self.banned} or None) for i in range(len(prompts))]
-        outputs = self.llm.generate(prompts, sampling, use_tqdm=False) if prompts else []
-        return [Rollout(list(out.prompt_token_ids), [Response(
-            list(c.token_ids), [step[t].logprob for step, t in zip(c.logprobs, c.token_ids)], c.text,
-            str(c.finish_reason)) for c in out.outputs]) for out in outputs]
+            logit_bias={token: BAN for token in self.banned} or None) for i in range(len(groups))]
+        inputs = [video_io.vllm_inputs(g.text, g.media) for g in groups]
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False) if groups else []
+        for group, out in zip(groups, outputs):
+            if list(out.prompt_token_ids) != group.prompt_ids:  # never train on another prompt than was sampled from
+                raise RuntimeError(f"{group.record['where']}: vLLM expanded the prompt to {len(out.prompt_token_ids)} "
+                                   f"tokens, we to {len(group.prompt_ids)}: the versions disagree about its layout")
+            group.responses = [Response(
+                list(c.token_ids), [step[token].logprob for step, token in zip(c.logprobs, c.token_ids)], c.text,
+                str(c.finish_reason)) for c in out.outputs]
 
     def sync(self, named_parameters):
         """Copy new weights into the engine; named_parameters yields (Hugging Face name, full tensor).

