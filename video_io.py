@@ -356,10 +356,9 @@ def decord_reader(path):
     decord.logging.set_level(decord.logging.QUIET)
     box = [decord.VideoReader(str(path), num_threads=min(2, torch.get_num_threads()))]
     times = box[0].get_frame_timestamp(list(range(len(box[0]))))[:, 0].astype(np.float64)
-    # decord ignores edit lists: frames before time 0 are pre-roll of a cut, which no player shows.
-    skip = int(np.searchsorted(times, -1e-3))
-    return Reader(times[skip:] - times[skip], box[0].get_avg_fps(),
-                  lambda indices: box[0].get_batch([i + skip for i in indices]).asnumpy(), box.clear, "decord")
+    if times[0] < -1e-3:
+        raise IndexError("an edit list hides frames before time 0, which decord would show")
+    return Reader(times - times[0], box[0].get_avg_fps(), lambda i: box[0].get_batch(i).asnumpy(), box.clear, "decord")
 
 def pyav_reader(path):
     import av

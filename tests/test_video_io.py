@@ -262,9 +262,9 @@ def test_media_stand_where_their_marks_are_else_before_the_text():
 # ---------------------------------------------------------------------------------------------- sampling and sizes
 
 
-def qvu_indices(total, fps, **ele):
-    start, end, count = qvu.calculate_video_frame_range(ele, total, fps)
-    return torch.linspace(start, end, qvu.smart_nframes(ele, count, fps)).round().long().tolist()
+def qvu_indices(total, source_fps, **ele):
+    start, end, count = qvu.calculate_video_frame_range(ele, total, source_fps)
+    return torch.linspace(start, end, qvu.smart_nframes(ele, count, source_fps)).round().long().tolist()
 
 
 @settings(max_examples=400, deadline=None)
@@ -330,17 +330,17 @@ def test_real_clips_equal_qwen_vl_utils(clips, name, options, patch, segment, mo
 
 
 def test_frame_lists_are_resized_once_at_the_files_factor(clips, tmp_path):
-    video = video_io.decode(str(clips / "pan.mp4"), SMALL)
+    video = video_io.decode(str(clips / "pan.mp4"), MediaSpec())
     files = []
     with av.open(str(clips / "pan.mp4")) as container:
         for i, frame in enumerate(container.decode(video=0)):
             files.append(str(tmp_path / f"{i}.png"))
             frame.to_image().save(files[-1])
     files = [files[i] for i in video.frames_indices]
-    clip = video_io.decode(files, SMALL)
+    clip = video_io.decode(files, MediaSpec())
     assert clip.frames.shape == video.frames.shape
     assert (clip.frames.float() - video.frames.float()).abs().mean() < 1
-    theirs = qvu.fetch_video({"video": files, "min_pixels": 4096, "max_pixels": 64 * 1024}, image_patch_size=16)
+    theirs = qvu.fetch_video({"video": files}, image_patch_size=16)
     assert theirs.shape != clip.frames.shape  # factor 64 in 0.0.14; when this fails it was repaired there
 
 
@@ -350,7 +350,7 @@ def test_frame_lists_and_folders_use_the_stated_rate(clips, tmp_path):
     clip = video_io.decode(str(tmp_path), SMALL, fps=10.0)
     assert clip.frames_indices == qvu_indices(31, 10.0) and clip.fps == 10.0
     assert [round(clip.frames[i, 0].float().mean().item() / 8) for i in range(len(clip.frames))] == clip.frames_indices
-    assert video_io.stamps(clip)[-1] == "<2.5 seconds>"  # qwen-vl-utils with raw_fps would count ordinals as source frames
+    assert video_io.stamps(clip)[-1] == "<2.7 seconds>"  # qwen-vl-utils with raw_fps would count ordinals as source frames
     few = video_io.decode([str(tmp_path / f"{i}.png") for i in range(1, 6)], SMALL)  # as sampled: 2 fps
     assert few.fps == 2.0 and few.frames_indices[0] == 0 and few.frames_indices[-1] == 4 and len(few.frames) % 2 == 0
 
@@ -627,7 +627,7 @@ def test_damaged_entries_are_rebuilt(clips, tmp_path, damage):
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     again, _ = video_io.load_item(item, SMALL, tmp_path)
-    assert torch.equal(again.frames, clip.frames) and file.read_bytes() == whole
+    assert torch.equal(again.frames, clip.frames) and torch.equal(video_io.read_clip(file).frames, clip.frames)
 
 
 def test_realtime_neither_reads_nor_fills_the_cache(clips, tmp_path):
@@ -700,7 +700,7 @@ def test_the_least_recently_used_entries_go_first(clips, tmp_path):
     video_io.load_item({"kind": "video", "path": str(clips / names[0])}, SMALL, tmp_path)  # now the most recent one
     video_io.evict(tmp_path, sum(f.stat().st_size for f in files) - 1)
     assert [f.exists() for f in files] == [True, False, True]
-    limit = files[2].stat().st_size * 1.5
+    limit = 2.2e6  # more than slow.mp4 takes alone, less than with long.mp4
     loader = MediaLoader(SMALL, workers=0, cache_dir=tmp_path, cache_gb=limit / 1e9)
     loader.submit(record_of(clips / "slow.mp4")).result()
     loader.close()
@@ -952,7 +952,7 @@ def test_the_budget_is_filled_as_far_as_it_goes(family, clips):
         if more and more <= 6:
             assert sum(video_io.count_tokens(probe, video_io.replace(spec, nframes=more), processor.tokenizer)) > budget
     with pytest.raises(DataError, match="raise the budget"):
-        video_io.fit_budget(10, probe, MediaSpec(), processor.tokenizer)
+        video_io.fit_budget(3, probe, MediaSpec(), processor.tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------- commands
@@ -1025,7 +1025,7 @@ def test_clip_cuts_by_name_and_by_field_frame_exactly(clips, tmp_path):
     assert "3 records had theirs" in out.stdout and (tmp_path / "out" / rows[0]["path"]).stat().st_mtime_ns == stamp
     run("clip", "d.jsonl", "copied", "--copy", "--workers", 1, cwd=tmp_path)
     assert len(list((tmp_path / "copied").iterdir())) == 3
-    assert video_io.decode(str(tmp_path / "copied" / rows[0]["path"]), SMALL).videos if False else True
+    assert len(video_io.decode(str(tmp_path / "copied" / rows[0]["path"]), SMALL).frames) >= 4
 
 
 def test_bad_input_to_a_command_is_one_line_and_exit_code_2(tmp_path):
