@@ -218,8 +218,8 @@ def make_record(row, where, root, kinds):
     record["preprocessed_video"] = os.path.normpath(os.path.join(root, stored)) if stored else None
     return {"data_source": Path(file).stem, "problem_id": line, **record}, problems
 
-def read_records(path, data_root=None, prompts=None):
-    """(records without fault, problems as printable lines, {where: source row})."""
+def read_records(path, data_root=None, prompts=None, check=None):
+    """(records without fault, problems as printable lines, {where: source row}). check(record) may raise ValueError."""
     root, seen, rows = os.path.abspath(data_root or Path(path).parent), {}, {}
     kinds = {squash(kind): kind for kind in (load_prompts() if prompts is None else prompts)}
     kinds.setdefault("caption", kinds.get("videodescription"))  # Video-MMLU's name for it
@@ -235,13 +235,18 @@ def read_records(path, data_root=None, prompts=None):
         key = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:16]
         seen[key] = seen.get(key, 0) + 1
         record["key"] = key if seen[key] == 1 else f"{key}:{seen[key]}"
+        try:
+            check and not faults and check(record)
+        except ValueError as error:
+            faults = [str(error) if where in str(error) else f"{where}: {error}"]
         problems += faults
         records += [record] * (not faults)
     return records, problems, rows
 
-def load_records(path, data_root=None, prompts=None):
-    """All records of a JSON, JSONL or parquet file. DataError lists what is wrong with them."""
-    records, problems, rows = read_records(path, data_root, prompts)
+def load_records(path, data_root=None, prompts=None, check=None):
+    """All records of a JSON, JSONL or parquet file. DataError lists what is wrong with them, what the caller's
+    check(record) raises (ValueError: a gold answer that no scorer can read) included."""
+    records, problems, rows = read_records(path, data_root, prompts, check)
     if problems or not rows:
         more = [f"... and {len(problems) - 20} more problems"] * (len(problems) > 20)
         raise DataError("\n".join(problems[:20] + more) or f"{path}: holds no records")
