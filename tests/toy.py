@@ -21,8 +21,9 @@ Three things make it a fair test and a quick one:
    at every moment its place is uniform whatever its direction, so only the difference between frames answers.
 2. The model starts out as a base model would: a short supervised warm start makes it write `<answer>X</answer>` with X
    uniform over the answers that the question allows.  Its targets do not depend on the pixels.
-3. The first layer starts with low-pass filters (level and slope of a patch, sum and difference in time) instead of
-   white noise, as trained vision towers have.  From white noise the same lessons take several times as long.
+3. The model can see before it can answer, as a base model can.  Its first layer starts with slow filters (level and
+   slope of a patch, sum and difference in time) instead of white noise, and the warm start keeps what the vision tower
+   finds readable in the state from which answers are chosen, without using any label.
 """
 
 import argparse
@@ -30,10 +31,14 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import video_io  # noqa: E402
 
 COLORS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 80, 230), "yellow": (230, 220, 50)}
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -47,6 +52,11 @@ TASKS = {  # data_source: (problem type, question)
     "toy-image": ("multiple choice", "Which color does the shape have?"),
     "toy-text": ("numerical", "How much is {} plus {}?"),
 }
+# Letters of their own for each question: answers to one do not disturb the other, which so small a model needs.
+OPTIONS = {"toy-color": dict(zip("ABCD", COLORS)), "toy-image": dict(zip("ABCD", COLORS)),
+           "toy-direction": dict(zip("EFGH", DIRECTIONS))}
+MEDIA = dict(fps=4.0, min_frames=8, max_frames=8, min_pixels=4096, max_pixels=4096, image_max_pixels=4096)
+
 # ---------------------------------------------------------------------------------------------- clips
 
 
@@ -123,15 +133,10 @@ def write_clip(path, frames, fps):
 
 def record(source, answer, numbers=(), **media):
     problem_type, problem = TASKS[source]
-    options = {"toy-color": COLORS, "toy-image": COLORS, "toy-direction": DIRECTIONS}
-    listed = [f"{letter}. {option}" for letter, option in zip("ABCD", options.get(source, []))]
+    listed = [f"{letter}. {option}" for letter, option in OPTIONS.get(source, {}).items()]
     return {"problem": problem.format(*numbers), "answer": answer, "problem_type": problem_type, "options": listed,
             "data_type": "video" if "videos" in media else "image" if "images" in media else "text",
             "data_source": source, **media}
-
-
-def letter(names, name):
-    return "ABCD"[list(names).index(name)]
 
 
 def make_split(out, split, clips, seed):
@@ -146,8 +151,8 @@ def make_split(out, split, clips, seed):
         name = f"clips/{split}_{i:04d}.mp4"
         write_clip(out / name, frames, fps)
         if kind == "move":
-            records.append(record("toy-color", letter(COLORS, color), videos=[name]))
-            records.append(record("toy-direction", letter(DIRECTIONS, direction), videos=[name]))
+            records.append(record("toy-color", "ABCD"[i % 4], videos=[name]))
+            records.append(record("toy-direction", "EFGH"[i // 4 % 4], videos=[name]))
             if i % 8 == 0 or i % 24 in (1, 10, 19):  # red, and as often one of the others
                 records.append(record("toy-red", "yes" if color == "red" else "no", videos=[name]))
         elif kind == "count":
@@ -163,7 +168,7 @@ def make_split(out, split, clips, seed):
         draw(image, SHAPES[i % 3], 28, *rng.integers(0, 64, 2), COLORS[color])
         name = f"images/{split}_{i}.png"
         Image.fromarray(image).save(out / name)
-        records.append(record("toy-image", letter(COLORS, color), images=[name]))
+        records.append(record("toy-image", "ABCD"[i % 4], images=[name]))
         a, b = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3)][i % 6]
         records.append(record("toy-text", str(a + b), numbers=(a, b)))
     random.Random(seed).shuffle(records)
@@ -186,8 +191,19 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 # Qwen's split into words and single digits; what answers and timestamps consist of is kept whole, to keep them short.
-WORDS = (r"</?answer>|\{\"time\": \[|\d\.\d|(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+WORDS = (r"</?answer>|\{\"time\": \[|\d\.\d|(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def tokenizer_texts(records, prompts):
+    """What the tokenizer learns from: the toy's own questions and answers, time stamps, and every prompt form."""
+    texts = ["system\n", "user\n", "assistant\n"] * 9
+    for record in records:
+        for message in video_io.build_messages(record, prompts, "direct"):
+            texts += [part["text"] for part in message["content"] if part["type"] == "text"]
+        texts += [f"<answer>{answer}</answer>" for answer in valid_answers(record)]
+    texts += [f"<{tenths / 10:.1f} seconds>" for tenths in range(100)] * 3
+    return texts + [form for forms in prompts.values() for form in forms.values()] * 2
 
 
 def make_processor(texts):
@@ -213,18 +229,20 @@ def make_processor(texts):
             size={"shortest_edge": 4096, "longest_edge": 25165824}, cap_pixels_per_frame=False, **patches))
 
 
-def low_pass_filters(weight):
+def early_filters(weight):
     """Random mixtures of slow patterns for the patch embedding's weight (out, 3, 2, 16, 16), and the bias (out,) that
-    sends a black patch to zero: level, slope in x, slope in y of a patch, as sum and as difference of its two frames."""
+    sends a black patch to zero.  As in trained towers and in eyes: colour by levels, edges and changes by grey values."""
     import torch
 
     out, channels, frames, height, width = weight.shape
     y, x = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
-    space = torch.stack([torch.ones_like(x), 1.7 * x, 1.7 * y])  # (3, 16, 16), of equal power
-    time = torch.tensor([[1.0, 1.0], [1.0, -1.0]])  # (2, 2)
-    mix = torch.randn(out, channels, len(time), len(space))
-    filters = torch.einsum("ocab,at,byx->octyx", mix, time, space) / (frames * height * width)
-    filters = filters + torch.randn_like(weight) * 0.02 * filters.std()
+    flat, x, y = torch.ones_like(x), 1.7 * x, 1.7 * y  # three patterns of equal power
+    both, change = torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])  # over the two frames
+    filters = torch.randn(out, channels, 1, 1, 1) * both.view(2, 1, 1) * flat
+    # Edges and changes are weaker in clips than levels: gains of 2 and 4 make up for it.
+    for gain, time, space in [(2, both, x), (2, both, y), (4, change, flat), (2, change, x), (2, change, y)]:
+        filters = filters + gain * torch.randn(out, 1, 1, 1, 1) * time.view(2, 1, 1) * space
+    filters = filters / (frames * height * width)
     return filters, filters.sum((1, 2, 3, 4))  # black is -1 after normalisation
 
 
@@ -254,9 +272,9 @@ def make_model(tokenizer, seed):
         if isinstance(module, torch.nn.Embedding):
             torch.nn.init.normal_(module.weight, std=0.02)
     with torch.no_grad():
-        torch.nn.init.normal_(model.model.visual.pos_embed.weight, std=0.2)
+        torch.nn.init.normal_(model.model.visual.pos_embed.weight, std=0.05)
         patch = model.model.visual.patch_embed.proj
-        patch.weight[:], patch.bias[:] = low_pass_filters(patch.weight)
+        patch.weight[:], patch.bias[:] = early_filters(patch.weight)
         model.lm_head.weight = model.model.language_model.embed_tokens.weight
     model.generation_config = GenerationConfig(  # Qwen's own habits: whoever wants greedy or plain sampling must say so
         bos_token_id=ids["<|endoftext|>"], pad_token_id=ids["<|endoftext|>"], do_sample=True, temperature=0.7, top_p=0.8,
@@ -266,11 +284,14 @@ def make_model(tokenizer, seed):
 
 # ---------------------------------------------------------------------------------------------- warm start
 
+WARM_START_BATCH = {"toy-color": 4, "toy-direction": 4, "toy-count": 2, "toy-red": 2, "toy-appear": 2, "toy-image": 1,
+                    "toy-text": 1}  # records of each source
+
 
 def valid_answers(record):
     """Every answer that the question allows, as text: what a model without eyes would choose from."""
     if record["problem_type"] == "multiple choice":
-        return list("ABCD")
+        return [option[0] for option in record["options"]]
     if record["problem_type"] == "numerical":
         return list("1234")
     if record["problem_type"] == "boolean":
@@ -291,101 +312,86 @@ def next_token_targets(answers, chosen, vocab):
     return targets
 
 
-def sampled_frames(path, count=8):
-    """(count, 3, 64, 64) uint8 at equal distances, first and last included, and the metadata that processors want."""
-    import av
+def processor_inputs(processor, records, prompts, spec):
+    """Hugging Face's tensors for the records' prompts, padded on the left: the answers can follow at one position."""
+    media = [video_io.load_media(r, spec) for r in records]
+    clips = [clip for m in media for clip in m.videos]
+    images = [image for m in media for image in m.images]
+    metadata = [dict(fps=c.fps, frames_indices=c.frames_indices, total_num_frames=c.total_num_frames) for c in clips]
+    return processor(
+        text=[video_io.prompt_text(r, prompts, processor, "direct") for r in records],
+        images=images or None, videos=[c.frames for c in clips] or None, video_metadata=metadata or None,
+        do_sample_frames=False, do_resize=False, padding=True, return_tensors="pt")
+
+
+def warm_start(model, processor, records, prompts, seed, steps=72, batches=12, lr=5e-3, parts=12):
+    """Teach the form of the answers, and to keep in mind what was seen.  Returns nats per token above chance.
+
+    Form: cross-entropy against all valid answers equally.  By itself this silences the pixels: they make up 0.1 % of the
+    variance of the state that the answer is read from, and reinforcement finds nothing to hold on to.  So a throwaway
+    head must read from that state the `parts` strongest components of the clip's vision features: no labels in it.
+    """
     import torch
 
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        fps = float(stream.average_rate)
-        frames = list(container.decode(stream))
-    picks = np.linspace(0, len(frames) - 1, count).round().astype(int).tolist()
-    meta = dict(fps=fps, frames_indices=picks, total_num_frames=len(frames), duration=len(frames) / fps, width=64,
-                height=64)
-    pixels = np.stack([frames[i].to_ndarray(format="rgb24", width=64, height=64) for i in picks])
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), meta
-
-
-def load_prompts():
-    import yaml
-
-    return yaml.safe_load((Path(__file__).parent.parent / "configs" / "prompts.yaml").read_text())
-
-
-def question(record, prompts):
-    hint = prompts[record["problem_type"]]["direct"].replace("{letters}", "A, B, C or D")
-    return "\n".join([record["problem"], *(["Options:", *record["options"]] if record["options"] else []), hint])
-
-
-def model_batch(processor, records, prompts, out, cache={}):
-    """The processor's tensors for the records' prompts, left-padded."""
-    from PIL import Image
-
-    texts, videos, metas, images = [], [], [], []
-    for r in records:
-        content = [{"type": "video"}] * len(r.get("videos", [])) + [{"type": "image"}] * len(r.get("images", []))
-        content.append({"type": "text", "text": question(r, prompts)})
-        texts.append(processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True))
-        for path in r.get("videos", []):
-            if path not in cache:
-                cache[path] = sampled_frames(out / path)
-            videos.append(cache[path][0])
-            metas.append(cache[path][1])
-        images += [Image.open(out / path) for path in r.get("images", [])]
-    texts = [t.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>") for t in texts]
-    media = dict(videos=videos, video_metadata=metas, do_sample_frames=False) if videos else {}
-    return processor(text=texts, images=images or None, **media, do_resize=False, padding=True, return_tensors="pt")
-
-
-def warm_start(model, processor, records, prompts, out, seed, steps=24, batch=12):
-    """Teach the form of the answers and nothing else.  Returns the last loss above the entropy of the targets."""
-    import torch
-
-    rng = random.Random(seed)
-    tokenizer, vocab = processor.tokenizer, model.config.text_config.vocab_size
+    rng, pad = random.Random(seed), torch.nn.utils.rnn.pad_sequence
+    tokenizer, vocab, visual = processor.tokenizer, model.config.text_config.vocab_size, model.model.visual
     end = [tokenizer.eos_token_id]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    by_source = {source: [r for r in records if r["data_source"] == source] for source in TASKS}
+    spec = video_io.media_spec(model.config, **MEDIA)
+    prepared = []
+    for _ in range(batches):
+        chosen = [r for source, n in WARM_START_BATCH.items()
+                  for r in rng.sample([r for r in records if r["data_source"] == source], n)]
+        inputs = processor_inputs(processor, chosen, prompts, spec)
+        valid = [[tokenizer.encode(f"<answer>{a}</answer>") + end for a in valid_answers(r)] for r in chosen]
+        prepared.append((inputs, valid, torch.tensor([bool(r["videos"]) for r in chosen])))
+
+    with torch.no_grad():
+        seen = torch.cat([visual(i["pixel_values_videos"], grid_thw=i["video_grid_thw"]).pooler_output
+                          for i, _, _ in prepared])  # (clips * tokens, D)
+        visual.merger.linear_fc2.bias -= seen.mean(0)  # what all clips share says nothing
+        pooled = seen.view(-1, 16, seen.shape[1]).mean(1)  # (clips, D)
+        parts_of, _, _ = torch.linalg.svd(pooled - pooled.mean(0), full_matrices=False)
+        parts_of = parts_of[:, :parts] * len(pooled) ** 0.5  # (clips, parts), each of variance 1
+        parts_of = parts_of.view(batches, -1, parts)
+
+    visual.requires_grad_(False)
+    head = torch.nn.Linear(model.config.text_config.hidden_size, parts)
+    parameters = [p for p in model.parameters() if p.requires_grad] + list(head.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1, (step + 1) / 4) * (1 - step / steps)
-        chosen = [rng.choice(by_source[source]) for source in by_source for _ in range(batch // 6)]
-        inputs = model_batch(processor, chosen, prompts, out)
-        answers, targets = [], []
-        for r in chosen:
-            valid = [tokenizer.encode(f"<answer>{a}</answer>") + end for a in valid_answers(r)]
-            answers.append(rng.choice(valid))
-            targets.append(next_token_targets(valid, answers[-1], vocab))
-        longest = max(map(len, answers))
-        # Prompts are padded on the left and answers on the right: all answers start at the same position.
-        padded = torch.tensor([a + end * (longest - len(a)) for a in answers])  # (B, longest)
-        extra = torch.ones_like(padded)
-        for name, tail in (("input_ids", padded), ("attention_mask", extra), ("mm_token_type_ids", 0 * extra)):
-            inputs[name] = torch.cat([inputs[name], tail], dim=1)
-        logits = model(**inputs, logits_to_keep=longest + 1).logits[:, :-1]  # (B, longest, V)
-        shares = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True)  # (B, longest, V), zero after the end
-        above = -(shares * (logits.log_softmax(-1) - shares.clamp_min(1e-9).log())).sum(-1)  # KL per token
-        loss = above.sum() / sum(map(len, answers))
+        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 5, 2 * (1 - step / steps))
+        inputs, valid, has_clip = prepared[step % batches]
+        answers = [rng.choice(choices) for choices in valid]
+        shares = [next_token_targets(choices, a, vocab) for choices, a in zip(valid, answers)]
+        shares = pad(shares, batch_first=True)  # (B, L, V), zero after the end
+        answers = pad([torch.tensor(a) for a in answers], batch_first=True, padding_value=end[0])  # (B, L)
+        tails = dict(input_ids=answers, attention_mask=torch.ones_like(answers),
+                     mm_token_type_ids=torch.zeros_like(answers))
+        inputs = {**inputs, **{name: torch.cat([inputs[name], tail], 1) for name, tail in tails.items()}}
+        states = model.model(**inputs).last_hidden_state[:, -answers.shape[1] - 1 : -1]  # (B, L, D)
+        logprobs = model.lm_head(states).log_softmax(-1)  # (B, L, V)
+        above = (shares * (shares.clamp_min(1e-9).log() - logprobs)).sum() / shares.sum()
+        # Position 1 chooses the answer: <answer> stands at position 0.
+        unread = (head(states[has_clip, 1]) - parts_of[step % batches]).square().mean()
         optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        (above + unread).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-    return loss.item()
+    model.requires_grad_(True)
+    return above.item()
 
 
 # ---------------------------------------------------------------------------------------------- all of it
 
 
 def make_toy(out="toy", seed=0, clips=400):
+    """Write everything under out; returns the number of parameters and the nats above chance that are left."""
     out = Path(out)
-    prompts = load_prompts()
     for folder in ("clips", "images", "model"):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
     held_out = clips // 5
-    train = make_split(out, "train", clips - held_out, seed)
+    make_split(out, "train", clips - held_out, seed)
     make_split(out, "val", held_out, seed)
 
     import torch
@@ -393,18 +399,16 @@ def make_toy(out="toy", seed=0, clips=400):
 
     logging.disable_progress_bar()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model is no faster on two, and far slower when the cores are shared
-    texts = [question(r, prompts) for r in train] + [CHAT_TEMPLATE.split("{")[0]] + ["system\n", "user\n", "assistant\n"] * 9
-    texts += [f"<answer>{a}</answer>" for r in train for a in valid_answers(r)]
-    texts += [f"<{t / 10:.1f} seconds>" for t in range(100)] * 3
-    texts += [form for entry in prompts.values() for form in entry.values()] * 2
-    processor = make_processor(texts)
+    torch.set_num_threads(1)  # so small a model is no faster on two, and far slower when others use them
+    prompts = video_io.load_prompts()
+    records = video_io.load_records(out / "train.jsonl", prompts=prompts)
+    processor = make_processor(tokenizer_texts(records, prompts))
     model = make_model(processor.tokenizer, seed)
-    loss = warm_start(model, processor, train, prompts, out, seed)
+    above = warm_start(model, processor, records, prompts, seed)
     model.save_pretrained(out / "model")
     processor.save_pretrained(out / "model")
     torch.set_num_threads(threads)
-    return sum(p.numel() for p in model.parameters()), loss
+    return sum(p.numel() for p in model.parameters()), above
 
 
 def main():
@@ -413,8 +417,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clips", type=int, default=400, help="clips in all; a fifth of them is held out")
     args = parser.parse_args()
-    parameters, loss = make_toy(args.out, args.seed, args.clips)
-    print(f"{args.out}: model of {parameters:,} parameters (warm start {loss:.3f} nats above chance), {args.clips} clips")
+    parameters, above = make_toy(args.out, args.seed, args.clips)
+    print(f"{args.out}: model of {parameters:,} parameters, {above:.3f} nats per token above chance, {args.clips} clips")
 
 
 if __name__ == "__main__":
