@@ -5,10 +5,10 @@
     python rewards.py responses.jsonl --show wrong 5      # print examples: ok | wrong | invalid | truncated
     python rewards.py responses.jsonl --explain 3         # response 3: what was read, and by which rule
 
-A row has a record's fields (problem, answer or solution, problem_type, options ...) and `response` or `responses`;
-training's rollouts/step_*.jsonl are such files. score(record, response) returns
+A row is a record (problem, answer or solution, problem_type, options ...) with `response` or `responses`, as in
+training's rollouts/step_*.jsonl. score(record, response) returns
     accuracy    0..1, its meaning is said beside each problem type's function below
-    format      1 = one closed <answer> tag, its content of the type's form; 0.5 = tag, other content; 0 = none
+    format      1 = a closed <answer> tag, its content of the type's form; 0.5 = tag, other content; 0 = none
     overlong, repetition   -1..0, present only when switched on
     overall     accuracy_weight * accuracy + format_weight * format + the weighted penalties
     prediction  what was read;  method  the rule that read it
@@ -16,8 +16,8 @@ training's rollouts/step_*.jsonl are such files. score(record, response) returns
 Nothing is guessed or drawn: what cannot be read is `invalid` and counted. Patterns are linear in the text; what
 may hang all the same (math, code, custom rewards) runs in a worker that is killed at the time limit.
 """
-import argparse, ast, bisect, difflib, faulthandler, functools, importlib, importlib.util, json, logging, math, os
-import re, resource, signal, subprocess, sys, tempfile, time, unicodedata
+import argparse, ast, bisect, difflib, faulthandler, functools, importlib.util, json, logging, math, os, re
+import resource, signal, subprocess, sys, tempfile, time, unicodedata
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -50,6 +50,7 @@ class NoAnswer(ValueError):
 class RewardError(RuntimeError):
     """The scorer cannot go on (custom reward failed, package missing). The message is ready to print."""
 
+@functools.cache
 def library(module: str, package: str):
     """A scoring library, imported on first use: runs on other problem types do without it."""
     try:
@@ -64,11 +65,9 @@ def answer_region(response: str) -> tuple[str, str | None, bool]:
     text = response.rpartition("</think>")[2]
     if "<think>" in text:
         return "", None, True
-    _, mark, answer = text.rpartition("<answer>")
-    if not mark:
-        return text.replace("</answer>", " "), None, False
+    _, opened, answer = text.rpartition("<answer>")        # without the tag, `answer` is all of the text
     answer, closed, _ = answer.partition("</answer>")
-    return answer, "tag" if closed else "open tag", False
+    return answer, (("tag" if closed else "open tag") if opened else None), False
 
 def unbox(text: str) -> str:
     r"""Content of the last \boxed{...}, "" if it never closes; the text itself where there is none."""
@@ -84,7 +83,7 @@ def gold_text(record: dict) -> str:
     answer, solution = record.get("answer"), record.get("solution")
     if answer is None or isinstance(solution, str) and re.search("<answer>|<think>", solution):
         answer = solution
-    answer = json.dumps(answer) if isinstance(answer, (dict, list)) else "" if answer is None else str(answer)
+    answer = json.dumps(answer) if isinstance(answer, (dict, list)) else str("" if answer is None else answer)
     text, mark, _ = answer_region(answer)
     # Charades-STA's gold stands inside <think>, behind it is a broken tag: take the whole text without tags.
     return (text if mark else re.sub("</?(?:think|answer)>", " ", answer)).strip()
@@ -96,7 +95,7 @@ def plain(text: str) -> str:
     r"""NFKC, one kind of dash and quote, no Markdown or LaTeX dressing (**B**, $B$, \text{B}, `B`)."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", r"^\g<0>", text)          # NFKC alone turns n² into n2
     text = re.sub("(?<=[0-9])(?=[¼½¾⅐-⅞])", " ", text)          # and 1½ into 11/2
-    text = re.sub("[\u0300-\u036f]{9,}", "", text)              # piles of accents make NFKC quadratic
+    text = re.sub("[\u0300-\u036f]{9,}|[\ufdfa\ufdfb]", "", text)   # NFKC is quadratic in accents, ﷺ grows to 18
     text = unicodedata.normalize("NFKC", text).translate(SIGNS)
     text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "").replace("\\%", "%")
     text = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", text)
@@ -112,84 +111,91 @@ def phrase(text: str) -> str:
 # What may stand right before or after a declared label; matched in windows of 60 and 40 characters around it.
 FILL = (r"(?:[\W_]|\b(?:is|was|be|would|should|must|will|are|the|an?|option|choice|letter|answer|most|likely|"
         r"probably|clearly|definitely|still|now|number|response)\b|[是为应该选择项])*$")
-CUE = re.compile(
-    r"(?:\b(?:answer|response|verdict|conclusion|it is|it's|it must be|choose|pick|select|go with|go for|i say|"
-    r"i'd say|so|thus|therefore|hence|finally|i prefer)\b|\b[^\W_]+\s*[:=]|[=-]>|→|⇒|答案|(?<!不)选|(?<!不)是)" + FILL, re.I)
+CUE = re.compile(r"(?:\b(?:ans|response|it is|it's|it must be|choose|pick|select|go with|go for|i say|i'd say|so|"
+                 r"thus|therefore|hence|finally|i prefer|not [A-Z],? but)\b|\b(?:answer\b|(?:option|choice|verdict)\b(?="
+                 r".*\b(?:is|be)\b))(?:[^.\n]{0,40}\b(?:is|be)\b)?|\b[^\W_]+\s*[:=]|[=-]>|→|⇒|答案|(?<!不)选|(?<!不)是)"
+                 + FILL, re.I)
 NOT_BEFORE = re.compile(r"(?:\b(?:not|never|neither|nor|no|than|instead of)|n't|不是?|不选|排除|而非)"
                         r"(?:[\s\"'(]|\b(?:an?|the|option|choice|选项)\b)*$", re.I)
 RIGHT = re.compile(r"[)\]\"'.]*\s*(?:(?:is|are|would be|must be|seems|looks)\s+(?:to be\s+)?(?:(?:the|most|only|"
-                   r"clearly|my)\s+)*(?:correct|right|best|true|final|answer|better|preferred|superior)\b|wins\b|"
-                   r"(?:才?是|为)?\s*(?:正确|对的|答案|更好))", re.I)
+                   r"clearly|my)\s+)*(?:correct|right|best|true|final|answer|better|preferred|superior|likely)\b|"
+                   r"wins\b|(?:选项)?(?:才?是|为)?\s*(?:正确|对的|答案|更好))", re.I)
 WRONG = re.compile(r"[)\]\"'.]*\s*(?:(?:is|are|seems|looks|can't be|cannot be)\s+(?:\w+ly\s+)?(?:not|wrong|"
                    r"incorrect|false|ruled|out|worse|inferior)\b|isn't\b|是?[错不])", re.I)
-JOIN = re.compile(r"[)\].\"']*\s*(?:[,/&+~、|-]|\b(?:or|and|to)\b|和|或|以及)\s*(?:(?:and|or|maybe|option)\s+)*[(\[\"']*", re.I)
+AND = r"[)\].\"']*\s*(?:{}\b(?:or|and|to)\b|和|或|以及)\s*(?:(?:and|or|maybe|option)\s+)*[(\[\"']*"
+JOIN, BOTH = re.compile(AND.format("[,/&+~、|-]|"), re.I), re.compile(AND.format(""), re.I)
 OPENS = re.compile(r"(?:[\W_]|option|choice|选项|选)*", re.I)
-ALONE = re.compile(r"[)\]]|\s*(?:[.:,、。;-]|$|\n)")
+ALONE = re.compile(r"[)\]]|\s*(?:[.:,、。;-]|$|\n)|\s+(?:rather|instead|because|since)\b")
 
 def decide(text: str, mentions: list[tuple]) -> tuple[str, str]:
     """(label, method) that a text settles on: the last declared one, else one that opens a line, else the only one.
-
-    mentions: (start, end, label, free); one that is not free (a letter, "no") counts when declared or opening only.
-    """
+    mentions: (start, end, label, free); one that is not free (a letter, "no") counts if declared or opening only."""
     kept = []
     for mention in sorted(mentions, key=lambda m: (m[0], -m[1])):
         if not kept or mention[1] > kept[-1][1]:              # not inside a longer one
             kept.append(mention)
     kept = kept[:100] + kept[100:][-100:]                     # bounds the work on endless lists
+    between = [text[a[1]:b[0]][:40] if a[2] != b[2] else "" for a, b in zip(kept, kept[1:])] + [""]
 
     def settle(i, method):
-        for (_, end, a, _), (start, _, b, _) in zip(kept[max(0, i - 1):i + 1], kept[max(0, i - 1) + 1:i + 2]):
-            if a != b and JOIN.fullmatch(text[end:start][:40]):
-                raise NoAnswer(f"several answers ({a}, {b})", "wrong")
+        for j in (i - 1, i):
+            if j >= 0 and JOIN.fullmatch(between[j]):
+                raise NoAnswer(f"several answers ({kept[j][2]}, {kept[j + 1][2]})", "wrong")
         return kept[i][2], method
 
-    alive, rejected = [], set()
+    opening, free_ones, rejected = [], [], set()
     for i, (start, end, label, free) in reversed(list(enumerate(kept))):
         before, after = text[max(0, start - 60):start], text[end:end + 40]
-        if NOT_BEFORE.search(before) or WRONG.match(after):
+        if NOT_BEFORE.search(before) or WRONG.match(after) or (
+                BOTH.fullmatch(between[i]) and kept[i + 1][2] in rejected):
             rejected.add(label)
         elif label not in rejected:
             if CUE.search(before) or RIGHT.match(after):
                 return settle(i, "declared")
             line = text[text.rfind("\n", 0, start) + 1:start][-40:]
-            alive.append((i, label, free, OPENS.fullmatch(line) and (free or ALONE.match(after))))
-    for method, found in (("opens a line", [(i, label) for i, label, _, opens in alive if opens]),
-                          ("only one named", [(i, label) for i, label, free, _ in alive if free])):
-        if len({label for _, label in found}) > 1:
-            raise NoAnswer("several answers", "wrong" if method == "opens a line" else "invalid")
+            last = re.search(r"[.!?。]\s+[\W_]*$", before) and not after.strip(" .)*\n")
+            if (OPENS.fullmatch(line) or last) and (free or ALONE.match(after)):
+                opening.append(i)
+            if free:
+                free_ones.append(i)
+    for method, found in (("opens a line", opening), ("only one named", free_ones)):
+        if len({kept[i][2] for i in found}) > 1:
+            raise NoAnswer("several answers", "wrong" if found is opening else "invalid")
         if found:
-            return settle(found[0][0], method)
-    raise NoAnswer("no choice named")
+            return settle(found[0], method)
+    hedged = any(JOIN.fullmatch(gap) for gap in between)
+    raise NoAnswer("several answers" if hedged else "no choice named", "wrong" if hedged else "invalid")
 
 def option_texts(record: dict) -> dict[str, str]:
     """{"A": "text", ...}; the options' own letters when every option has one and none repeats."""
-    options = [unicodedata.normalize("NFKC", str(option)) for option in record.get("options") or []]
-    prefixes = [re.match(r"\s*\(?([A-Z])(?:[.:)、,]|\s-)\s*", option) for option in options]
+    options = [plain(str(option)) for option in record.get("options") or []]
+    prefixes = [re.match(r"\(?([A-Z])(?:[.:)、,]|\s-)\s*", option) for option in options]
     if all(prefixes) and len({match[1] for match in prefixes}) == len(options):
         return {match[1]: match.string[match.end():] for match in prefixes}
     return {chr(65 + i): option for i, option in enumerate(options[:26])}
 
 def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
     """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer."""
-    texts = {letter: phrase(option) for letter, option in option_texts(record).items()}
-    text = plain(text)
+    texts, text = {letter: phrase(option) for letter, option in option_texts(record).items()}, plain(text)
     whole = re.fullmatch(r"[\W_]*([A-Za-z])[\W_]*", text)
     if whole and whole[1].upper() in texts:
         return whole[1].upper(), "letter"
     same = [letter for letter, option in texts.items() if option == phrase(text) != ""]
-    if same:
-        if len(same) > 1:
-            raise NoAnswer(f"text of several options ({', '.join(same)})")
+    if len(same) == 1:
         return same[0], "option text"
     # "A man", "I think": words, not letters, unless the sentence goes on about the letter.
     letters = re.finditer(r"(?<![A-Za-z0-9])(?:[B-HJ-Z]|[AI](?!\s+(?!(?:because|since|as|and|but|or|due|based|is|"
                           r"in|for|from|seems|with)\b)[a-z]))(?![A-Za-z0-9]|'\w)", text)
     mentions = [(*m.span(), m[0], False) for m in letters if m[0] in texts]
-    for letter, option in texts.items():
+    for option in set(texts.values()):
         if len(option) > 1 or option.isdigit():
-            pattern = r"(?<![\w.])" + re.escape(option).replace(r"\ ", r"\s+") + r"(?!\w|[.,]\d)"
-            mentions += [(*m.span(), letter, True) for m in re.finditer(pattern, text.lower())]
-    return decide(text, mentions)
+            same = "/".join(letter for letter, other in texts.items() if other == option)
+            words_ = r"(?<![\w.])" + re.escape(option).replace(r"\ ", r"\s+") + r"(?!\w|[.,]\d)"
+            mentions += [(*m.span(), same, True) for m in re.finditer(words_, text.lower())]
+    letter, method = decide(text, mentions)
+    if letter not in texts:
+        raise NoAnswer(f"text of several options ({letter})")
+    return letter, method
 
 YES = re.compile(r"\b(?:yes|true|correct|right|not (?:false|wrong))\b|(?<!\w)(?:是|对|真)的?(?!\w)|(?<!不)正确", re.I)
 NO = re.compile(r"\b(?:no|false|incorrect|wrong|untrue|not (?:true|correct|right))\b|n't (?:true|correct|right)|"
@@ -197,96 +203,91 @@ NO = re.compile(r"\b(?:no|false|incorrect|wrong|untrue|not (?:true|correct|right
 
 def read_boolean(text: str, record: dict, *_) -> tuple[str, str]:
     """yes or no. Binary classification also knows `options`, and other labels, which must match as a whole."""
+    gold, text = phrase(gold_text(record)), plain(text)
     if record.get("options"):
         return read_choice(text, record)
-    gold, text = phrase(gold_text(record)), plain(text)
     if whole := re.fullmatch(r"\W*([ynft])\W*", text, re.I):
         return ("yes" if whole[1].lower() in "yt" else "no"), "letter"
-    if canonical(record["problem_type"]) == "binary classification" and not (
-            gold in ("y", "n", "t", "f") or YES.fullmatch(gold) or NO.fullmatch(gold)):
+    if "class" in record["problem_type"] and not re.fullmatch(f"[yntf]|{YES.pattern}|{NO.pattern}", gold):
         return short_answer(text, gold), "label"
     return decide(text, [(*m.span(), "yes", True) for m in YES.finditer(text)] + [
         (*m.span(), "no", m[0].lower() != "no" or not m.start()) for m in NO.finditer(text)])
 
 SIDE = r"(?:(?:response|answer|model|assistant|caption|candidate|output)\s*#?\s*(?:{0})\b|\b{1}\b|\[\[{2}\]\])"
-SIDES = {"1": re.compile(SIDE.format("1|a|one", "first", "a"), re.I),
-         "2": re.compile(SIDE.format("2|b|two", "second", "b"), re.I),
-         "tie": re.compile(r"\b(?:tied?|draw|equal|equally|neither|both|the same)\b|\[\[c\]\]|平局", re.I)}
+SIDES = {"1": SIDE.format("1|a|one", "first", "a"), "2": SIDE.format("2|b|two", "second", "b"),
+         "tie": r"\b(?:tied?|draw|equal|equally|neither|both|the same)\b|\[\[c\]\]|平局"}
 
 def read_preference(text: str, record: dict, *_) -> tuple[str, str]:
     """1, 2 or tie, in the sets' spellings: "A", "[[B]]", "Response 1 is better", "the second", "equal"."""
     if record.get("options"):
         return read_choice(text, record)
-    text = plain(text)
-    if whole := re.fullmatch(r"[\W_]*([abc012])[\W_]*", text, re.I):
+    if whole := re.fullmatch(r"[\W_]*([abc012])[\W_]*", text := plain(text), re.I):
         return {"a": "1", "b": "2", "c": "tie", "0": "tie"}.get(whole[1].lower(), whole[1]), "letter"
-    mentions = [(*m.span(), side, True) for side, pattern in SIDES.items() for m in pattern.finditer(text)]
-    return decide(text, mentions + [(*m.span(), "12"["AB".index(m[0])], False) for m in re.finditer(r"\b[AB]\b", text)])
+    return decide(text, [(*m.span(), side, True) for side, spelled in SIDES.items() for m in re.finditer(
+        spelled, text, re.I)] + [(*m.span(), "12"["AB".index(m[0])], False) for m in re.finditer(r"\b[AB]\b", text)])
 
 def equal(prediction, gold, *_) -> float:
     return float(prediction == gold)
 
 # ---------------------------------------------------------------- numbers
 
-WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen " \
-        "seventeen eighteen nineteen".split()
-VALUES = dict(zip(WORDS, range(20))) | dict(zip("零一二三四五六七八九〇两", [*range(10), 0, 2]))
+VALUES = dict(zip("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+                  "sixteen seventeen eighteen nineteen".split(), range(20)))
 VALUES |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
-SCALES = {"hundred": 100, "dozen": 12, "thousand": 10**3, "million": 10**6, "十": 10, "百": 100, "千": 1000,
-          "万": 10**4, "亿": 10**8}
+VALUES |= dict(zip("零一二三四五六七八九〇两", [*range(10), 0, 2]))
+SCALES = {"hundred": 100, "dozen": 12, "thousand": 10**3, "million": 10**6} | dict(
+    zip("十百千万亿", (10, 100, 1000, 10**4, 10**8)))
 WORD = "(?:" + "|".join(sorted((word for word in VALUES | SCALES if word.isascii()), key=len, reverse=True)) + ")"
 HANZI = "[" + "".join(word for word in VALUES | SCALES if not word.isascii()) + "]"
 NUMBER_WORDS = re.compile(rf"\b(?:a (?={WORD}))?{WORD}(?:(?:\s+and\s+|\s+|-){WORD})*\b(?!\s+of\b)|"
                           rf"(?<!第){HANZI}+(?![共直样些起定下般切])", re.I)
 NUMBER = r"(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?"
 QUANTITY = re.compile(
-    rf"(?<![A-Za-z_^\d])(?<!\d\.)(?P<sign>(?<![\d)%A-Za-z])[-+]\s?)?(?:(?P<whole>\d+)\s+(?=\d+\s?/))?(?P<top>{NUMBER})"
-    rf"(?:\s?/\s?(?P<low>{NUMBER}))?(?:\^\{{?(?P<power>[-+]?\d+)\}}?)?(?P<percent>\s?(?:%|per\s?cent\b|pct\b))?", re.I)
+    rf"(?<![A-Za-z_^\d])(?<!\d\.)(?P<sign>(?<![\d)%A-Za-z])-\s?)?(?:(?P<whole>\d+)\s+(?=\d+\s?/))?(?P<top>{NUMBER})"
+    rf"(?:\s?/\s?(?P<low>{NUMBER}))?(?:\^\{{?(?P<power>[-+]?\d+)\}}?)?(?P<percent>\s?(?:%|per\s?cent\b))?", re.I)
 CUES = (("declared", re.compile(r"\b(?:answer|result|final(?:ly)?)\b|答案", re.I)),
-        ("concluded", re.compile(r"[=≈]|\b(?:so|thus|therefore|hence|making|makes|totals?|equals?)\b|所以|因此|[总一]共", re.I)),
+        ("concluded", re.compile(r"[=≈]|\b(?:so|thus|therefore|hence|makes|making|totals?|equals?)\b|[总一]共|所以", re.I)),
         ("last sentence", re.compile(r"[.!?。]\s|\n")))
 ALSO = re.compile(r"\s*(?:[a-z]+\s*)?(?:\b(?:or|to|through)\b|[-~/:±至到或])\W*|\s*(?:\band\b|[,;+x*·^、和])?\s*", re.I)
 
-def digits(text: str) -> str:
-    r"""Write numbers as digits: twenty-one, 十二, 1,234, 3×10^8, 2.5 million, \frac{1}{2}, one and a half."""
-    def value(match):
-        total = 0
-        for word in re.findall(f"{WORD}|{HANZI}", match[0].lower()):
-            if scale := SCALES.get(word):      # a scale multiplies what is smaller than itself: 2 thousand 3 | hundred
-                total += max(total % scale, 1) * scale - total % scale
-            else:
-                total += VALUES[word]
-        return str(total)
+def words_value(match) -> str:
+    total = 0
+    for word in re.findall(f"{WORD}|{HANZI}", match[0].lower()):
+        if scale := SCALES.get(word):          # multiplies what is smaller than itself: 2 thousand 3 | hundred
+            total += max(total % scale, 1) * scale - total % scale
+        else:
+            total += VALUES[word]
+    return str(total)
 
+def digits(text: str) -> str:
+    r"""Write numbers as digits: twenty-one, 十二, 3×10^8, 2.5 million, \frac{1}{2}, one and a half."""
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1/\2", text)
-    text = re.sub(r"(?i)(?:\b(?:an?|one) )?\bhalf\b(?! of\b)", "1/2", text)
-    text = re.sub(r"(?<=\d) and (?=1/2)", " ", NUMBER_WORDS.sub(value, text))
-    text = re.sub(r"百分之(\d+)", r"\1%", text)
-    text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![,\d])|(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,/])",
-                  lambda match: re.sub("[, ]", "", match[0]), text)
-    text = re.sub(r"(?i)(?<=\d)\s?(?:[x*·×]|\\times|\\cdot)\s?10\s?\^\s?\{?([-+]?\d+)\}?", r"e\1", text)
+    text = re.sub(rf"百分之({HANZI}+|[\d.]+)", r"\1%", text)
     for scale, power in (("thousand", 3), ("million", 6), ("billion", 9), ("万", 4), ("亿", 8)):
         text = re.sub(rf"(?i)(?<=\d)\s?{scale}", f"e{power}", text)
-    return text
+    text = NUMBER_WORDS.sub(words_value, re.sub(r"(?i)(?:\b(?:an?|one) )?\bhalf\b(?! of\b)", "1/2", text))
+    text = re.sub(r"(?<=\d) and (?=1/2)", " ", re.sub(r"(?<=\d) ?(?:point|点) ?(?=\d)", ".", text))
+    text = re.sub(r"(?i)\b(?:minus|negative) (?=\d)", "-", text)
+    return re.sub(r"(?i)(?<=\d)\s?(?:[x*·×]|\\times|\\cdot)\s?10\s?\^\s?\{?([-+]?\d+)\}?", r"e\1", text)
 
 def quantity(match) -> float:
     """Value of a QUANTITY match; nan when it overflows or divides by zero."""
     try:
         value = float(match["top"]) / float(match["low"] or 1) + float(match["whole"] or 0)
-        value **= int(match["power"] or 1)
+        return value ** int(match["power"] or 1) * (-1 if match["sign"] else 1)
     except (ZeroDivisionError, OverflowError, ValueError):
         return math.nan
-    return -value if (match["sign"] or "").startswith("-") else value
 
 def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     """((value, has a percent sign), method): the number after the last "answer", else after the last "so", "=",
     "total", else the first of the last sentence that has one. Ranges, alternatives, open sums are hedges."""
-    text = plain(text)
+    text = digits(re.sub(r"(?<![\d.,])\d{1,3}(?:(?:,\d{3})+(?![,\d])|(?: \d{3})+(?![\d,/]))",
+                         lambda match: re.sub("[, ]", "", match[0]), plain(text)))       # 1,234 and 1 234
     if re.fullmatch(r"\W*(?:none|no|nil|nothing|没有|无)\W*", text, re.I):
         return (0.0, False), "none is zero"
-    text = digits(text)
+    bare = re.sub(r"\([^()]*\)?", lambda match: " " * len(match[0]), text)      # without "(10.5 ft)"
+    text = bare if QUANTITY.search(bare) else text
     found = list(QUANTITY.finditer(text))
-    found = [m for m in found if not re.search(r"\([^()]*$", text[max(0, m.start() - 60):m.start()])] or found
     if not found:
         raise NoAnswer("no number")
     for method, cue in CUES:
@@ -306,10 +307,11 @@ def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     return (value, bool(found[i]["percent"])), method
 
 def same_number(prediction, gold, *_) -> float:
-    """1 if equal after rounding to 2 decimals (1 % for |gold| < 0.01). 50% is 0.5, and 50 if the gold has no sign."""
+    """1 if equal after rounding to 2 decimals (1 % for |gold| < .01). 50% is .5, and 50 if the gold has no sign."""
     (p, p_percent), (g, g_percent) = prediction, gold
     pairs = [(p, g)] + [(p / 100, g) if p_percent else (p, g / 100)] * (p_percent != g_percent)
-    return float(any(math.isclose(a, b, rel_tol=0.01) if 0 < abs(b) < 0.01 else round(a, 2) == round(b, 2) for a, b in pairs))
+    return float(any(math.isclose(a, b, rel_tol=0.01) if 0 < abs(b) < 0.01 else round(a, 2) == round(b, 2)
+                     for a, b in pairs))
 
 def relative_accuracy(prediction, gold, *_) -> float:
     """MRA (VSI-Bench): share of the ten thresholds t = .5 ... .95 (numpy.linspace) with |p - g| / |g| <= 1 - t."""
@@ -317,12 +319,12 @@ def relative_accuracy(prediction, gold, *_) -> float:
     error = abs(p - g) / abs(g) if g else 0.0 if p == g else math.inf
     return sum(error <= 1 - t for t in [*(0.5 + i * ((0.95 - 0.5) / 9) for i in range(9)), 0.95]) / 10
 
-# ---------------------------------------------------------------- JSON and times
+# ---------------------------------------------------------------- times and boxes
 
 def json_values(text: str) -> list:
     """Every outermost JSON object or list in the text, in order; single quotes are forgiven."""
     values, depth, start = [], 0, 0
-    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text):
+    for match in re.finditer(r'"(?:[^"\\\n]|\\.)*"?|[\[\]{}]', text):
         if match[0] in "{[":
             start, depth = start if depth else match.start(), depth + 1
         elif match[0] in "}]" and depth:
@@ -343,56 +345,49 @@ def json_object(text: str) -> dict:
         raise NoAnswer("no JSON object")
     return objects[-1]
 
-def leaves(value, keys, depth=0) -> list:
-    """Scalars of a JSON value in order; of an object, only the fields whose names match `keys` where any does."""
-    if depth > 8:
-        raise NoAnswer("nested too deep")
+def numbers(value, keys, depth=0) -> list[float]:
+    """Numbers of a JSON value in order, as numbers or in strings; of an object, only of the fields whose names
+    match `keys` where any does."""
     if isinstance(value, dict):
         value = [value[key] for key in value if keys.search(key)] or list(value.values())
-    return [leaf for item in value for leaf in leaves(item, keys, depth + 1)] if isinstance(value, list) else [value]
+    if isinstance(value, list) and depth < 9:
+        return [number for item in value for number in numbers(item, keys, depth + 1)]
+    found = [float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?|(?<=\d-)\d+(?:\.\d+)?", str(value))]
+    if not found and not isinstance(value, str) or any(abs(number) > 1e9 for number in found):
+        raise NoAnswer(f"not a number: {str(value)[:40]}")          # NaN, null, true, nested too deep
+    return found
 
-def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12     # nan fails too
-
-UNIT = r"(?:hours?|hrs?|minutes?|mins?|seconds?|secs?|[hms]\b|小时|分钟?|秒)"
-AMOUNT = rf"\d+(?:\.\d+)?\s?{UNIT}"
-TIME = re.compile(rf"(?<![A-Za-z\d.:])(?:(?P<clock>(?:\d+:)?\d+:\d+(?:[.,]\d+)?)|(?P<parts>{AMOUNT}(?:\s?(?:and )?{AMOUNT})"
-                  r"{0,2})|(?P<number>\d+(?:\.\d+)?|\.\d+))(?:\s?(?:s|secs?|seconds?)\b)?", re.I)
+CLOCK = re.compile(r"(?<![\d.:])(?:(\d+):)?(\d+):(\d+(?:[.,]\d+)?)(?![\d:])")
+AMOUNT = r"(?:(\d+(?:\.\d+)?)\s?(?:{}))"
+SPELLED = re.compile(rf"(?<![A-Za-z\d.])(?=\d){AMOUNT.format('hours?|hrs?|h|小时')}?\s?{AMOUNT.format('minutes?|mins?|m|分钟?')}?\s?"
+                     rf"(?:and )?{AMOUNT.format('seconds?|secs?|s|秒|(?:st|nd|rd|th)')}?(?![a-z])", re.I)
 TO = re.compile(r"[\s<>\"'(\[\])]*(?:\b(?:to|and|until|till|through)\b|-+>?|~|→|至|到|,|和)"
                 r"(?:[\s<>\"'(\[\])第=]|\b(?:the|about|around|approximately|second|timestamp|at|t)\b)*", re.I)
 START, END = re.compile(r"\b(?:start|begin|from)|开始|从", re.I), re.compile(r"\b(?:end|stop|finish|until|to\b)|结束|到", re.I)
 TIME_KEY = re.compile("time|window|interval|segment|span|moment|start|begin|from|end|stop|^to$", re.I)
 
-def seconds(match) -> float:
-    """Seconds of a TIME match: 7, 7 s, 1:07, 00:01:07.5, 1 min 7 s."""
-    if match["number"]:
-        return float(match["number"])
-    if match["clock"]:
-        return sum(float(n) * 60**i for i, n in enumerate(reversed(match["clock"].replace(",", ".").split(":"))))
-    scale = {"h": 3600, "小": 3600, "m": 60, "分": 60}
-    return sum(float(re.match(r"[\d.]+", amount)[0]) * scale.get(re.search("[a-z小分秒]", amount, re.I)[0].lower(), 1)
-               for amount in re.findall(AMOUNT, match["parts"], re.I))
+def in_seconds(text: str) -> str:
+    """Every time as a plain number of seconds: 1:07, 00:01:07,5, 1 min 7 s, 7 s, seven seconds, 1 to 2 minutes."""
+    total = lambda match: str(sum(float((part or "0").replace(",", ".")) * scale
+                                  for part, scale in zip(match.groups(), (3600, 60, 1))))
+    text = re.sub(r"(?<![\d.])(\d+(?:\.\d+)?)(\s?(?:-|to|and|到|至)\s?\d+(?:\.\d+)? ?(min|hour|分|小时))", r"\1 \3 \2", text)
+    return SPELLED.sub(lambda match: total(match) if any(match.groups()) else match[0], digits(CLOCK.sub(total, text)))
 
 def read_spans(text: str, *_) -> tuple[list, str]:
     """([(start, end)] in seconds, ends sorted, method). JSON first; in prose the last range wins."""
-    text = plain(text)
+    text = in_seconds(plain(text))
     for value in reversed(json_values(text)):
-        found = [[seconds(m) for m in TIME.finditer(leaf)] if isinstance(leaf, str) else [leaf] if is_number(leaf) else
-                 [math.nan] for leaf in leaves(value, TIME_KEY)]
-        times = [time_ for group in found for time_ in group]
-        if times and len(times) % 2 == 0 and all(map(math.isfinite, times)):
+        times = numbers(value, TIME_KEY)
+        if times and len(times) % 2 == 0:
             return disjoint(zip(times[::2], times[1::2])), "JSON"
         if isinstance(value, dict):
             raise NoAnswer("no pair of times in the JSON")
-    tokens = list(TIME.finditer(text))
+    tokens = list(re.finditer(r"(?<![A-Za-z\d.])\d+(?:\.\d+)?", text))[-200:]
     for first, second in zip(tokens[-2::-1], tokens[:0:-1]):
         before, between = text[max(0, first.start() - 60):first.start()], text[first.end():second.start()][:80]
-        if (TO.fullmatch(between) and (between.strip() != "," or len(tokens) == 2)
-                or len(tokens) == 2 and not re.search(r"\w", between) or START.search(before) and END.search(between)):
-            start, end = seconds(first), seconds(second)
-            if first["number"] and (unit := re.search("[hm分小]", second["parts"] or "", re.I)):     # "3 to 7 minutes"
-                start *= 60 if unit[0].lower() in "m分" else 3600
-            return disjoint([(start, end)]), "range in prose"
+        only = len(tokens) == 2 and not re.search(r"\w", between)
+        if only or TO.fullmatch(between) and between.strip() != "," or START.search(before) and END.search(between):
+            return disjoint([(float(first[0]), float(second[0]))]), "range in prose"
     raise NoAnswer("no range of times")
 
 def disjoint(pairs) -> list:
@@ -410,33 +405,29 @@ def span_iou(prediction, gold, *_) -> float:
     both = sum(max(0.0, min(e, f) - max(s, t)) for s, e in prediction for t, f in gold)
     return both / max(sum(e - s for s, e in [*prediction, *gold]) - both, 1e-9)
 
-# ---------------------------------------------------------------- boxes
-
 BOX_KEY = re.compile(r"box|^[xy](?:_?(?:min|max|[12]))$", re.I)
 
 def box_scale(record: dict, settings: RewardSettings) -> tuple[float, float]:
     """Factors (x, y) from the model's coordinates to the gold's; (1, 1) where no `box_space` is declared."""
     spaces = record.get("box_space") or settings.box_space, settings.answer_box_space
-    sizes = {"0-1000": (1000, 1000), "0-1": (1, 1), "pixels": (record.get("width"), record.get("height"))}
     if spaces[0] is None:
         return 1.0, 1.0
+    sizes = {"0-1000": (1000, 1000), "0-1": (1, 1), "pixels": (record.get("width"), record.get("height"))}
     if any(space not in sizes or not all(sizes[space]) for space in spaces):
         raise ValueError(f"box_space {spaces}: choose pixels (with the record's `width`, `height`), 0-1000 or 0-1")
     return tuple(gold / answer for gold, answer in zip(sizes[spaces[0]], sizes[spaces[1]]))
 
 def boxes_of(value, scale) -> list[tuple]:
-    """Boxes (x1, y1, x2, y2), corners sorted, of a JSON value with a multiple of four numbers."""
-    xs = leaves(value, BOX_KEY)
-    xs = [x * scale[i % 2] for i, x in enumerate(x for x in xs if not isinstance(x, str) and is_number(x))]
+    """Boxes (x1, y1, x2, y2), corners sorted, of a JSON value or text with a multiple of four numbers."""
+    xs = [x * scale[i % 2] for i, x in enumerate(numbers(value, BOX_KEY))]
     if not xs or len(xs) % 4:
         raise NoAnswer("no box of four numbers")
     return [(min(a, c), min(b, d), max(a, c), max(b, d)) for a, b, c, d in zip(*(xs[i::4] for i in range(4)))]
 
 def read_boxes(text: str, record: dict, scale=(1, 1)) -> tuple[list, str]:
-    """JSON boxes, else exactly four numbers, as in "(10, 20), (30, 40)"."""
-    if values := json_values(plain(text)):
-        return boxes_of(values[-1], scale), "JSON"
-    return boxes_of([float(n) for n in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", plain(text))], scale), "numbers"
+    """JSON boxes, else the numbers of the text: (10, 20), (30, 40)."""
+    values = json_values(plain(text))
+    return boxes_of(values[-1] if values else plain(text), scale), "JSON" if values else "numbers"
 
 def box_iou(a, b) -> float:
     both = max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
@@ -448,7 +439,7 @@ def boxes_iou(prediction, gold, *_) -> float:
 
 def read_tube(text: str, record: dict, scale=(1, 1)) -> tuple[tuple, str]:
     """((windows, {second: box}), method) of {"time": [s, e], "boxes": {"8": [x1, y1, x2, y2], ...}}."""
-    value, boxes, windows = json_object(text), {}, []
+    value, boxes = json_object(text), {}
     for key, box in value["boxes"].items() if isinstance(value.get("boxes"), dict) else ():
         try:
             second = round(float(key), 3)                      # "8" and "8.0" are the same second
@@ -456,8 +447,7 @@ def read_tube(text: str, record: dict, scale=(1, 1)) -> tuple[tuple, str]:
             boxes[second] = boxes_of(box, scale)[0]
         except ValueError:
             pass
-    if "time" in value:
-        windows, _ = read_spans(json.dumps(value["time"] if isinstance(value["time"], dict) else {"time": value["time"]}))
+    windows = read_spans(json.dumps([value["time"]]))[0] if "time" in value else []
     if not windows and not boxes:
         raise NoAnswer("neither times nor boxes by second")
     return (windows, boxes), "JSON"
@@ -466,9 +456,9 @@ def mean_box_iou(prediction: dict, gold: dict, when) -> float:
     return sum(box_iou(prediction[t], gold[t]) for t in when if t in prediction and t in gold) / max(len(when), 1)
 
 def tube_iou(prediction, gold, *_) -> float:
-    """0.5 temporal IoU + 0.5 box IoU over the seconds of gold or prediction; temporal alone if the gold has no box."""
-    time_iou, boxes_iou_ = span_iou(prediction[0], gold[0]), mean_box_iou(prediction[1], gold[1], {*prediction[1], *gold[1]})
-    return 0.5 * time_iou + 0.5 * boxes_iou_ if gold[1] else time_iou
+    """.5 temporal IoU + .5 box IoU over the seconds of gold or prediction; temporal alone if the gold has no box."""
+    time_iou, boxes = span_iou(prediction[0], gold[0]), (prediction[1], gold[1])
+    return 0.5 * time_iou + 0.5 * mean_box_iou(*boxes, {*boxes[0], *boxes[1]}) if gold[1] else time_iou
 
 def track_iou(prediction, gold, *_) -> float:
     """Box IoU over the gold's frames: leaving out the hard ones does not pay."""
@@ -478,13 +468,14 @@ def read_segments(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
     """{"boxes": [x1, y1, x2, y2], "positive_points": [[x, y], ...], "negative_points": ..., "time": seconds}."""
     value = json_object(text)
     out = {"box": boxes_of(value.get("boxes", value.get("bbox_2d")), scale)[0], "mask": value.get("mask")}
-    for name in ("positive_points", "negative_points"):
-        xs = [x for x in leaves(value.get(name) or [], BOX_KEY) if is_number(x)]
-        out[name] = [(x * scale[0], y * scale[1]) for x, y in zip(xs[::2], xs[1::2])]
-    return out | {"time": value["time"] if is_number(value.get("time")) else None}, "JSON"
+    for name in ("positive_points", "negative_points", "time"):
+        xs = numbers(value.get(name) or [], BOX_KEY)
+        out[name] = xs if name == "time" else [(x * scale[0], y * scale[1]) for x, y in zip(xs[::2], xs[1::2])]
+    return out, "JSON"
 
-def inside(x, y, box, mask) -> bool:
+def inside(point, box, mask) -> bool:
     """mask: uncompressed COCO run lengths {"size": [h, w], "counts": [...]}: by column, zeros first."""
+    x, y = point
     if not mask:
         return box[0] <= x <= box[2] and box[1] <= y <= box[3]
     (height, width), ends = mask["size"], list(accumulate(mask["counts"]))
@@ -493,14 +484,13 @@ def inside(x, y, box, mask) -> bool:
 def segment_score(prediction, gold, *_) -> float:
     """.5 box IoU + .25 share of positive points inside + .25 of negative points outside the gold box or mask.
     With a time in the gold (video): .3, .2, .2 and .3 exp(-|seconds off| / 2). OneThinker's weights."""
-    positive, negative = ([inside(*point, gold["box"], gold["mask"]) for point in prediction[name]]
+    positive, negative = ([inside(point, gold["box"], gold["mask"]) for point in prediction[name]]
                           for name in ("positive_points", "negative_points"))
-    parts = [box_iou(prediction["box"], gold["box"]), sum(positive) / max(len(positive), 1),
-             negative.count(False) / max(len(negative), 1)]
-    if gold["time"] is None:
-        return 0.5 * parts[0] + 0.25 * parts[1] + 0.25 * parts[2]
-    off = abs(prediction["time"] - gold["time"]) if prediction["time"] is not None else math.inf
-    return 0.3 * parts[0] + 0.2 * parts[1] + 0.2 * parts[2] + 0.3 * math.exp(-off / 2)
+    points = sum(positive) / max(len(positive), 1) + negative.count(False) / max(len(negative), 1)
+    if not gold["time"]:
+        return 0.5 * box_iou(prediction["box"], gold["box"]) + 0.25 * points
+    off = abs(prediction["time"][0] - gold["time"][0]) if prediction["time"] else math.inf
+    return 0.3 * box_iou(prediction["box"], gold["box"]) + 0.2 * points + 0.3 * math.exp(-off / 2)
 
 # ---------------------------------------------------------------- text and math
 
@@ -516,13 +506,14 @@ def read_text(text: str, *_) -> tuple[str, str]:
         raise NoAnswer("empty answer")
     return text.strip(), "text"
 
-QUOTING = re.compile(r"\b(?:reads?|says?|text|signs?|shows?|written|is)\b|[是写]", re.I)
+QUOTING = re.compile(r"(?i)\b(?:reads?|says?|text|signs?|shows?|written|is)\b|[是写]")
 
 def read_ocr(text: str, record: dict, *_) -> tuple[str, str]:
-    """The text, or what a sentence about it quotes: The sign reads "STOP"."""
-    quoted = re.findall(r'"([^"]+)"', plain(text))
-    if len(quoted) == 1 and QUOTING.search(plain(text).replace(quoted[0], "")) and '"' not in plain(gold_text(record)):
-        return quoted[0], "quoted text"
+    """The text, or the part that a sentence quotes or announces: The sign reads "STOP"; Text: STOP."""
+    said = re.findall(r"\"([^\"]+)\"|(?<!\w)'([^']+)'(?!\w)", plain(text)) or [re.findall(r"^[^:\n]{1,60}: *(.+)$", plain(text))]
+    quoted = "".join(said[0])
+    if phrase(text) != phrase(gold_text(record)) and len(said) == 1 and QUOTING.search(plain(text).replace(quoted, " ")):
+        return (quoted, "quoted text") if quoted else read_text(text)
     return read_text(text)
 
 def word_accuracy(prediction, gold, *_) -> float:
@@ -531,18 +522,18 @@ def word_accuracy(prediction, gold, *_) -> float:
     distance = library("rapidfuzz.distance.Levenshtein", "rapidfuzz").distance(gold, prediction)
     return max(0.0, 1 - distance / max(len(gold), 1))
 
-@functools.cache
-def rouge():
-    scorer = library("rouge_score.rouge_scorer", "rouge-score")
-    return scorer.RougeScorer(["rouge1", "rouge2"], tokenizer=SimpleNamespace(tokenize=words))
-
-LEAD = re.compile(r"(?:.*\b(?:answer|it|this|that|they|result) (?:is|are|was)\b|it's|.*答案是?)\W*")
+LEAD = re.compile(r"(?:.*(?:\b(?:is|are|was|were)\b|:|是)|it's)\W*")
 
 def short_answer(text: str, gold: str) -> str:
     """An answer as a phrase to compare with the gold's, without "It is a" or "The answer is" in front."""
     answer = phrase(text)
     lead = LEAD.match(answer)
     return answer if answer == gold or not lead else phrase(answer[lead.end():])
+
+@functools.cache
+def rouge():
+    scorer = library("rouge_score.rouge_scorer", "rouge-score")
+    return scorer.RougeScorer(["rouge1", "rouge2"], tokenizer=SimpleNamespace(tokenize=words))
 
 def text_similarity(prediction, gold, *_) -> float:
     """Golds up to five words: the same phrase. Longer ones: mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L."""
@@ -560,13 +551,14 @@ def math_library():
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)     # warns that its own timeout is off: ours kills
     return library("math_verify", "math-verify")
 
-LATEX = {"π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "≤": "\\le ", "≥": "\\ge ", "×": "\\times ", "·": "\\cdot ",
-         "%": "\\%", "∪": "\\cup ", "±": "\\pm "}
+LATEX = str.maketrans({"π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "≤": "\\le ", "≥": "\\ge ", "×": "\\times ",
+                       "·": "\\cdot ", "%": "\\%", "∪": "\\cup ", "±": "\\pm "})
 
 @functools.lru_cache(4096)
 def parsed_math(text: str) -> list:
     text = re.sub(r"√\s?(\d+)", r"\\sqrt{\1}", text.replace("\\%", "%").replace("\\$", ""))
-    return math_library().parse(f"${text.translate(str.maketrans(LATEX))}$", parsing_timeout=None)
+    text = re.sub(r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp)\b", r"\\\1", text)
+    return math_library().parse(f"${text.translate(LATEX)}$", parsing_timeout=None)
 
 def read_math(text: str, record: dict, *_) -> tuple[str, str]:
     r"""What follows the last "answer is", in it the last $...$; the whole text where there is neither."""
@@ -580,19 +572,18 @@ def read_math(text: str, record: dict, *_) -> tuple[str, str]:
         method, text = "declared", text[cues[-1].end():].strip().split("\n")[0]
     if dollars := re.findall(r"\$([^$]+)\$", text):
         method, text = "math span", dollars[-1]
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", r"^{\g<0>}", text)
-    text = unicodedata.normalize("NFKC", text).translate(SIGNS).strip(" .,;*`\n")
-    if not text:
+    text = unicodedata.normalize("NFKC", re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", r"^{\g<0>}", text)).translate(SIGNS)
+    if not (text := text.strip(" .,;*`\n")):
         raise NoAnswer("no math answer")
     return text[:2000], method
 
 def same_math(prediction, gold, record, settings) -> float:
     """Equality by math-verify: surds, sets of answers, intervals, equations. Words are compared as words."""
     options = option_texts(record)
-    if phrase(prediction) == phrase(gold) or gold in options and phrase(prediction) == phrase(options[gold]):
+    gold = phrase(options[gold]) if gold in options and prediction not in options else gold
+    if " ".join(plain(prediction).lower().split()) == " ".join(plain(gold).lower().split()):
         return 1.0
-    gold = options.get(gold, gold)
-    if re.fullmatch(r"[A-Za-z]", gold) or re.search(r"(?<!\\)\b(?!sin|cos|tan|log|sqrt|exp)[A-Za-z]{3,}", gold):
+    if re.fullmatch(r"\(?[A-Za-z]\)?", gold) or re.search(r"(?<!\\)\b(?!sin|cos|tan|log|sqrt|exp)[A-Za-z]{3,}", gold):
         return float(short_answer(prediction, phrase(gold)) == phrase(gold))
     p, g = parsed_math(prediction), parsed_math(gold)
     return float(bool(p and g) and math_library().verify(g, p, timeout_seconds=None, allow_set_relation_comp=True))
@@ -622,28 +613,26 @@ sys.stdout.write("\n" + token)
 
 def run_tests(code: str, tests, limit_s: float) -> float:
     """Share of the tests that pass. A test is Python text run after the code, or {"input": stdin, "output": stdout}.
-
     Each runs in a process of its own: isolated Python, temporary folder, limits on CPU, memory (1 GB), file size and
     processes, no sockets, no files outside; killed when limit_s for all is used up. This keeps accidents and cheap
-    tricks out; for code that attacks on purpose, put the whole run into a container.
-    """
+    tricks out; for code that attacks on purpose, put the whole run into a container."""
     tests, deadline, passed = [tests] if isinstance(tests, (str, dict)) else tests, time.monotonic() + limit_s, 0
     for test in tests:
         token, asks = os.urandom(16).hex(), isinstance(test, dict)
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
-            source = code if asks else f"{code}\n{test}"
-            Path(folder, "answer.py").write_text(source, encoding="utf-8", errors="replace")
-            child = subprocess.Popen([sys.executable, "-I", "-c", CHILD, str(math.ceil(limit_s))], cwd=folder, stdout=out,
-                                     stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-                                     env={"TOKEN": token, "OPENBLAS_NUM_THREADS": "1"})
+            Path(folder, "answer.py").write_text(code if asks else f"{code}\n{test}", "utf-8", "replace")
+            child = subprocess.Popen([sys.executable, "-I", "-c", CHILD, str(math.ceil(limit_s))], cwd=folder,
+                                     stdin=subprocess.PIPE, stdout=out, stderr=subprocess.DEVNULL,
+                                     start_new_session=True, env={"TOKEN": token, "OPENBLAS_NUM_THREADS": "1"})
             try:
                 child.communicate(str(test["input"] if asks else "").encode(), max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.communicate()
             out.seek(0)
-            printed, ended, _ = out.read(1 << 20).decode(errors="replace").rpartition("\n" + token)
-        passed += bool(ended) and (not asks or printed.split() == str(test["output"]).split())
+            printed, ended, _ = out.read(1 << 20).decode(errors="replace").partition("\n" + token)
+            ended = child.returncode == 0 if asks else bool(ended)
+        passed += ended and (not asks or printed.split() == str(test["output"]).split())
     return passed / max(len(tests), 1)
 
 def fenced(text: str) -> str:
@@ -654,11 +643,11 @@ def fenced(text: str) -> str:
 def read_code(text: str, *_) -> tuple[str, str]:
     code = fenced(text).strip()
     try:
-        if not ast.parse(code).body:
-            raise NoAnswer("no code")
+        if ast.parse(code).body:
+            return code, "Python"
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NoAnswer(f"not Python: {str(error)[:60]}") from None
-    return code, "Python"
+    raise NoAnswer("no code")
 
 def alike(a: list, b: list) -> float:
     """2 x the longest common subsequence / (len(a) + len(b))."""
@@ -668,22 +657,22 @@ def code_score(prediction, gold, record, settings) -> float:
     """Share of `tests` passed if allow_code_execution; else likeness to the gold in the types of the syntax nodes."""
     if record.get("tests") and settings.allow_code_execution:
         return run_tests(prediction, record["tests"], 0.8 * settings.timeout_s)
-    return alike(*([type(node).__name__ for node in ast.walk(ast.parse(code))] for code in (prediction, gold)))
+    return alike(*([type(node).__name__ for node in ast.walk(ast.parse(code))] for code in (prediction, fenced(gold))))
 
 def read_markup(text: str, record: dict, *_) -> tuple[tuple, str]:
     """((tags in document order, Counter of attributes), method). SVG must be well-formed XML; HTML must close its
     tags in order (libxml2 calls HTML5's tag names unknown, which is no error here)."""
     etree, svg, text = library("lxml.etree", "lxml"), canonical(record["problem_type"]) == "svg-code", fenced(text)
-    start = re.search(r"<svg\b" if svg else r"<!doctype|<[a-z]", text, re.I)
+    start = re.search(r"(?i)<svg\b" if svg else r"(?i)<!doctype|<[a-z]", text)
     parser = etree.XMLParser(resolve_entities=False, no_network=True) if svg else etree.HTMLParser(no_network=True)
     try:
         root = etree.fromstring(text[start.start():text.rfind(">") + 1].encode("utf-8", "replace"), parser)
+        nodes = [node for node in root.iter() if isinstance(node.tag, str)]
     except (etree.XMLSyntaxError, AttributeError, ValueError) as error:
         raise NoAnswer(f"no markup that parses: {str(error)[:60]}") from None
     if not svg and any(re.search("mismatch|Unexpected end tag", entry.message) for entry in parser.error_log):
         raise NoAnswer("tags that do not match")
-    nodes = [node for node in root.iter() if isinstance(node.tag, str)]
-    return ([node.tag for node in nodes], Counter((node.tag, *i) for node in nodes for i in node.attrib.items())), "parsed"
+    return ([node.tag for node in nodes], Counter((node.tag, *i) for node in nodes for i in node.items())), "parsed"
 
 def markup_similarity(prediction, gold, *_) -> float:
     """Mean of the likeness of the tag sequences and the F1 of the attributes (name and value, by tag)."""
@@ -725,11 +714,12 @@ def check_record(record: dict, settings: RewardSettings | None = None) -> None:
         kind = canonical(record.get("problem_type"))
         if kind == "multiple choice" and not record.get("options"):
             raise ValueError("multiple choice needs `options`, a list of texts")
-        if kind != "code" or not record.get("tests"):
-            value, _ = TYPES[kind][0](gold, record)
+        box_scale(record, settings)
+        if kind == "code" and record.get("tests"):
+            return
+        value, _ = TYPES[kind][0](gold, record)
         if kind == "temporal grounding" and not value or kind == "tracking" and not value[1]:
             raise NoAnswer("empty")
-        box_scale(record, settings)
     except ValueError as error:
         where = record.get("where") or record.get("key") or f"record {record.get('problem_id', '')}".strip()
         unread = f"answer {gold[:80]!r} cannot be read as {kind}: " if isinstance(error, NoAnswer) else ""
@@ -775,34 +765,32 @@ def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
 def score_here(record: dict, response: str, settings: RewardSettings, length: int | None = None) -> dict:
     """Score in this process, without a time limit."""
     answer, mark, truncated = answer_region(response)
-    out = {"overall": None, "accuracy": 0.0, "format": float(mark == "tag" and bool(answer.strip())),
-           "prediction": None, "status": "truncated", "method": "thoughts never end"}
+    out = {"accuracy": 0.0, "format": float(mark == "tag" and bool(answer.strip())), "prediction": None,
+           "status": "truncated", "method": "thoughts never end"}
     if settings.reward:
         out |= custom_score(record, response, settings)
     elif not truncated:
         read, compare = TYPES[canonical(record["problem_type"])]
+        prose = read in (read_choice, read_boolean, read_preference, read_number, read_spans)
+        if len(answer) > 4000 and prose and not (read is read_spans and re.search(r"[\[{]", answer)):
+            answer = answer[:1000] + "\n" + answer[-3000:]       # answers in prose stand at either end
         try:
             prediction, out["method"] = read(unbox(answer), record, box_scale(record, settings))
-            out["prediction"] = str(prediction)[:200]
             gold = gold_text(record) if compare is code_score else read(gold_text(record), record)[0]
-            out["accuracy"] = float(compare(prediction, gold, record, settings))
-            out["status"] = "ok" if out["accuracy"] > 0 else "wrong"
-        except NoAnswer as error:
-            out |= {"status": error.status, "method": str(error), "format": 0.5 * (mark == "tag")}
-        except (MemoryError, RecursionError) as error:
-            out |= {"status": "invalid", "method": type(error).__name__, "format": 0.5 * (mark == "tag")}
-    penalty = 0.0
+            accuracy = float(compare(prediction, gold, record, settings))
+            out |= {"accuracy": accuracy, "prediction": str(prediction)[:200], "status": "ok" if accuracy > 0 else "wrong"}
+        except (NoAnswer, MemoryError, RecursionError) as error:
+            status = error.status if isinstance(error, NoAnswer) else "invalid"
+            out |= {"status": status, "method": str(error) or type(error).__name__, "format": 0.5 * (mark == "tag")}
     if settings.overlong_limit:
         if length is None:
             raise ValueError("overlong_limit is set: scoring needs each response's length in tokens")
         out["overlong"] = soft_overlong(length, settings.overlong_limit, settings.overlong_buffer)
-        penalty += settings.overlong_weight * out["overlong"]
     if settings.repetition_ngram:
         out["repetition"] = repetition(response, settings.repetition_ngram)
-        penalty += settings.repetition_weight * out["repetition"]
-    if out["overall"] is None:
-        out["overall"] = settings.accuracy_weight * out["accuracy"] + settings.format_weight * out["format"] + penalty
-    return out
+    weights = {"accuracy": settings.accuracy_weight, "format": settings.format_weight,
+               "overlong": settings.overlong_weight, "repetition": settings.repetition_weight}
+    return {"overall": sum(weight * out.get(part, 0.0) for part, weight in weights.items())} | out
 
 def score(record: dict, response: str, settings: RewardSettings | None = None, length: int | None = None) -> dict:
     """Score one response (fields: module docstring). What may hang goes through a killable worker."""
@@ -847,10 +835,10 @@ class Scorer:
         results, todo = [None] * len(jobs), deque(range(len(jobs)))
 
         def serve(i):
-            while True:
+            while todo:
                 try:
                     job = todo.popleft()
-                except IndexError:
+                except IndexError:          # another thread took the last one
                     return
                 results[job] = self._ask(i, jobs[job])
 
@@ -862,6 +850,7 @@ class Scorer:
         for worker in filter(None, self.workers):
             worker.kill()
             worker.wait()
+        self.workers = [None] * len(self.workers)
 
 @functools.cache
 def shared_scorer(settings: RewardSettings) -> Scorer:
@@ -880,10 +869,9 @@ def serve_jobs(settings: RewardSettings):
                 math_library()                  # a slow import; the clock starts behind it
             faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)     # works without the GIL
             result = score_here(record, response, settings, length)
-        except RewardError as error:
+        except (RewardError, ValueError) as error:
             result = {"error": str(error)}
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()
         print(json.dumps(result), file=results, flush=True)
 
 # ---------------------------------------------------------------- the command
