@@ -8,7 +8,7 @@
 
 Data is JSON, JSONL or parquet; a record: {"problem": "What is in <video>?", "answer": "B", "problem_type": "multiple
 choice", "options": ["cat", "dog"], "videos": ["1.mp4"], "video_start": 2.0, "video_end": 8.5}; evaluation files may say
-path, solution, image_path, start, end. Frames are uint8 (T, 3, H, W) from the decoder to the patches, T even, H and W
+path, solution, image_path, start, end. A video may be a folder or list of images, shown at "video_fps". Frames are uint8 (T, 3, H, W) from the decoder to the patches, T even, H and W
 multiples of patch_size * merge_size. Indices, sizes and budgets are those of qwen-vl-utils 0.0.14 called with the right
 patch size; where it is wrong (frame lists, variable frame rates, edit lists, one frame, extreme ratios) we follow the
 file's presentation times and keep every side at least one token. Cache: safetensors, named by content and settings.
@@ -218,8 +218,8 @@ def make_record(row, where, root, kinds):
     record["preprocessed_video"] = os.path.normpath(os.path.join(root, stored)) if stored else None
     return {"data_source": Path(file).stem, "problem_id": line, **record}, problems
 
-def read_records(path, data_root=None, prompts=None, check=None):
-    """(records without fault, problems as printable lines, {where: source row}). check(record) may raise ValueError."""
+def read_records(path, data_root=None, prompts=None):
+    """(records without fault, problems as printable lines, {where: source row})."""
     root, seen, rows = os.path.abspath(data_root or Path(path).parent), {}, {}
     kinds = {squash(kind): kind for kind in (load_prompts() if prompts is None else prompts)}
     kinds.setdefault("caption", kinds.get("videodescription"))  # Video-MMLU's name for it
@@ -235,18 +235,13 @@ def read_records(path, data_root=None, prompts=None, check=None):
         key = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:16]
         seen[key] = seen.get(key, 0) + 1
         record["key"] = key if seen[key] == 1 else f"{key}:{seen[key]}"
-        try:
-            check and not faults and check(record)
-        except ValueError as error:
-            faults = [str(error) if where in str(error) else f"{where}: {error}"]
         problems += faults
         records += [record] * (not faults)
     return records, problems, rows
 
-def load_records(path, data_root=None, prompts=None, check=None):
-    """All records of a JSON, JSONL or parquet file. DataError lists what is wrong with them, what the caller's
-    check(record) raises (ValueError: a gold answer that no scorer can read) included."""
-    records, problems, rows = read_records(path, data_root, prompts, check)
+def load_records(path, data_root=None, prompts=None):
+    """All records of a JSON, JSONL or parquet file. DataError lists what is wrong with them."""
+    records, problems, rows = read_records(path, data_root, prompts)
     if problems or not rows:
         more = [f"... and {len(problems) - 20} more problems"] * (len(problems) > 20)
         raise DataError("\n".join(problems[:20] + more) or f"{path}: holds no records")
@@ -617,7 +612,10 @@ class MediaLoader:
     def __init__(self, spec, workers=2, timeout_s=60, cache_dir=None, cache_mode="prefer_cache", bad_file=None, cache_gb=None):
         self.spec, self.workers, self.timeout_s, self.bad_file, self.cache_gb = spec, workers, timeout_s, bad_file, cache_gb
         self.cache_dir, self.cache_mode = str(cache_dir) if cache_dir and cache_mode != "realtime" else None, cache_mode
+        if cache_mode not in ("prefer_cache", "cache_only", "realtime") or cache_mode == "cache_only" and not cache_dir:
+            raise DataError(f"cache_mode {cache_mode}: use prefer_cache, realtime, or cache_only with a cache_dir")
         self.n_ok, self.n_bad, self.unswept, self.lock, self.processes = 0, 0, math.inf, threading.Lock(), {}
+        self.closed = False
         self.pool = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="media")
         roomy = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**31
         self.spill = tempfile.mkdtemp(prefix="frames-", dir="/dev/shm" if roomy else None)
@@ -647,8 +645,8 @@ class MediaLoader:
                 answer = perform(op, item, self.spec, folder, mode)
         except MediaError as error:
             with self.lock:
-                self.n_bad += 1
-                if self.bad_file:
+                self.n_bad += not self.closed  # a clip is not to blame when close() stops its worker
+                if self.bad_file and not self.closed:
                     with open(self.bad_file, "a", encoding="utf-8") as f:
                         f.write(json.dumps(vars(error) | {"where": (record or {}).get("where")}) + "\n")
             raise
@@ -682,6 +680,8 @@ class MediaLoader:
         return answer
 
     def close(self):
+        """Stops at once: what is not decoded yet is cancelled."""
+        self.closed = True
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in list(self.processes.values()):
             process.kill()
@@ -784,20 +784,21 @@ def patchify(frames, patch_size, merge_size, temporal_patch_size):
 def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device, dtype):
     """What the Hugging Face model takes besides input_ids; keys of media that the prompt lacks are absent."""
     c, v, ids = model_config, model_config.vision_config, torch.tensor(prompt_ids)
-    sizes = (v.patch_size, v.spatial_merge_size, v.temporal_patch_size)
-    types = (ids == c.image_token_id).int() + 2 * (ids == c.video_token_id).int()
-    inputs = {"mm_token_type_ids": types[None].to(device), "position_ids": position_ids(prompt_ids, media, c)[:, None].to(device)}
-    mean, std = ((torch.tensor(x) * 255.0).repeat_interleave(v.temporal_patch_size * v.patch_size**2).to(device)
-                 for x in (image_mean, image_std))  # (3 * tp * p * p,)
-    video_grids, image_grids = grids(media, c)
-    for pixels, grid, found, stacks in (
-            ("pixel_values_videos", "video_grid_thw", video_grids, [clip.frames for clip in media.videos]),
-            ("pixel_values", "image_grid_thw", image_grids, [image[None] for image in media.images])):
-        if stacks:
-            patches = torch.cat([patchify(frames, *sizes) for frames in stacks]).to(device)  # uint8
-            inputs[pixels], inputs[grid] = torch.empty(patches.shape, dtype=dtype, device=device), torch.tensor(found, device=device)
-            for at in range(0, len(patches), 256):  # float32, as the processor computes it, in slices that stay in the cache
-                inputs[pixels][at:at + 256] = patches[at:at + 256].to(torch.float32).sub_(mean).div_(std)
+    tp, width = v.temporal_patch_size, 3 * v.temporal_patch_size * v.patch_size**2
+    mean, std = ((torch.tensor(x) * 255.0).repeat_interleave(width // 3).to(device) for x in (image_mean, image_std))
+    inputs = {"mm_token_type_ids": ((ids == c.image_token_id).int() + 2 * (ids == c.video_token_id).int())[None].to(device),
+              "position_ids": position_ids(prompt_ids, media, c)[:, None].to(device)}  # (1, P), (4, 1, P)
+    kinds = ("pixel_values_videos", "video_grid_thw", [clip.frames for clip in media.videos]), (
+        "pixel_values", "image_grid_thw", [image[None] for image in media.images])
+    for (pixels, grid, stacks), found in zip(kinds, grids(media, c)):
+        if not stacks:
+            continue
+        inputs[grid], at = torch.tensor(found, device=device), 0
+        rows = inputs[pixels] = torch.empty(sum(map(math.prod, found)), width, dtype=dtype, device=device)
+        for group in (group for frames in stacks for group in frames.to(device).split(tp)):
+            patches = patchify(group, v.patch_size, v.spatial_merge_size, tp)  # uint8; small enough to stay in the CPU's cache
+            rows[at:at + len(patches)] = torch.sub(patches, mean).div_(std)  # in float32, as the processors compute it
+            at += len(patches)
     return inputs
 
 # ---------------------------------------------------------------- token maths without decoding
@@ -900,6 +901,8 @@ def cut(src, dst, start, end, copy=False):
             stream, written, first = source.streams.video[0], None, None
             source.seek(max(0, int(start / stream.time_base)), stream=stream)
             for packet in source.demux(stream):
+                if packet.dts is not None and packet.dts * stream.time_base > end + (0 if copy else 1):
+                    break  # 1 s later no frame of the segment can be pending
                 for frame in [] if copy else packet.decode():
                     if frame.pts is None or not start - 1e-4 <= frame.time <= end + 1e-4:
                         continue
@@ -914,11 +917,8 @@ def cut(src, dst, start, end, copy=False):
                 if copy and packet.pts is not None:
                     if written is None:
                         written, first = target.add_stream_from_template(stream), packet.dts
-                    if packet.pts * stream.time_base <= end:
-                        packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, written
-                        target.mux(packet)
-                if packet.dts is not None and packet.dts * stream.time_base > end + 1:
-                    break
+                    packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, written
+                    target.mux(packet)
             if written is None:
                 raise MediaError(src, f"no frame from {start} s to {end} s")
             if not copy:
