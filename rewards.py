@@ -93,10 +93,11 @@ SIGNS = {ord(char): sign for sign, chars in SIGNS.items() for char in chars}
 
 def plain(text: str) -> str:
     r"""NFKC, one kind of dash and quote, no Markdown or LaTeX dressing (**B**, $B$, \text{B}, `B`)."""
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", r"^\g<0>", text)          # NFKC alone turns n² into n2
-    text = re.sub("(?<=[0-9])(?=[¼½¾⅐-⅞])", " ", text)          # and 1½ into 11/2
-    text = re.sub("[\u0300-\u036f]{9,}|[\ufdfa\ufdfb]", "", text)   # NFKC is quadratic in accents, ﷺ grows to 18
-    text = unicodedata.normalize("NFKC", text).translate(SIGNS)
+    if not text.isascii():
+        text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", r"^\g<0>", text)      # NFKC alone turns n² into n2
+        text = re.sub("(?<=[0-9])(?=[¼½¾⅐-⅞])", " ", text)      # and 1½ into 11/2
+        text = re.sub("[\u0300-\u036f]{9,}|[\ufdfa\ufdfb]", "", text)   # quadratic; 18 characters
+        text = unicodedata.normalize("NFKC", text).translate(SIGNS)
     text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "").replace("\\%", "%")
     text = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", text)
     return re.sub(r"[*$`]|\\[()\[\]]", "", text).strip()
@@ -166,21 +167,23 @@ def decide(text: str, mentions: list[tuple]) -> tuple[str, str]:
     hedged = any(JOIN.fullmatch(gap) for gap in between)
     raise NoAnswer("several answers" if hedged else "no choice named", "wrong" if hedged else "invalid")
 
-def option_texts(record: dict) -> dict[str, str]:
-    """{"A": "text", ...}; the options' own letters when every option has one and none repeats."""
-    options = [plain(str(option)) for option in record.get("options") or []]
+@functools.lru_cache(4096)
+def option_phrases(options: tuple) -> dict[str, str]:
+    """{"A": phrase, ...}; the options' own letters when every option has one and none repeats."""
+    options = [plain(str(option)) for option in options]
     prefixes = [re.match(r"\(?([A-Z])(?:[.:)、,]|\s-)\s*", option) for option in options]
     if all(prefixes) and len({match[1] for match in prefixes}) == len(options):
-        return {match[1]: match.string[match.end():] for match in prefixes}
-    return {chr(65 + i): option for i, option in enumerate(options[:26])}
+        return {match[1]: phrase(match.string[match.end():]) for match in prefixes}
+    return {chr(65 + i): phrase(option) for i, option in enumerate(options[:26])}
 
 def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
     """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer."""
-    texts, text = {letter: phrase(option) for letter, option in option_texts(record).items()}, plain(text)
+    texts, text = option_phrases(tuple(record.get("options") or ())), plain(text)
     whole = re.fullmatch(r"[\W_]*([A-Za-z])[\W_]*", text)
     if whole and whole[1].upper() in texts:
         return whole[1].upper(), "letter"
-    same = [letter for letter, option in texts.items() if option == phrase(text) != ""]
+    said = phrase(text)
+    same = [letter for letter, option in texts.items() if option == said != ""]
     if len(same) == 1:
         return same[0], "option text"
     # "A man", "I think": words, not letters, unless the sentence goes on about the letter.
@@ -579,8 +582,8 @@ def read_math(text: str, record: dict, *_) -> tuple[str, str]:
 
 def same_math(prediction, gold, record, settings) -> float:
     """Equality by math-verify: surds, sets of answers, intervals, equations. Words are compared as words."""
-    options = option_texts(record)
-    gold = phrase(options[gold]) if gold in options and prediction not in options else gold
+    options = option_phrases(tuple(record.get("options") or ()))
+    gold = options[gold] if gold in options and prediction not in options else gold
     if " ".join(plain(prediction).lower().split()) == " ".join(plain(gold).lower().split()):
         return 1.0
     if re.fullmatch(r"\(?[A-Za-z]\)?", gold) or re.search(r"(?<!\\)\b(?!sin|cos|tan|log|sqrt|exp)[A-Za-z]{3,}", gold):
@@ -725,6 +728,11 @@ def check_record(record: dict, settings: RewardSettings | None = None) -> None:
         unread = f"answer {gold[:80]!r} cannot be read as {kind}: " if isinstance(error, NoAnswer) else ""
         raise ValueError(f"{where}: {unread}{error}") from None
 
+@functools.lru_cache(4096)
+def read_gold(kind: str, gold: str, options: tuple):
+    """The gold's value, read once per group of responses (as text for code, whose tests need no gold)."""
+    return gold if kind == "code" else TYPES[kind][0](gold, {"problem_type": kind, "answer": gold, "options": options})[0]
+
 def soft_overlong(length: int, limit: int, buffer: int) -> float:
     """DAPO, eq. 13: 0 up to limit - buffer tokens, then linear to -1 at the limit, -1 beyond."""
     return max(-1.0, min(0.0, (limit - buffer - length) / max(buffer, 1)))
@@ -776,7 +784,7 @@ def score_here(record: dict, response: str, settings: RewardSettings, length: in
             answer = answer[:1000] + "\n" + answer[-3000:]       # answers in prose stand at either end
         try:
             prediction, out["method"] = read(unbox(answer), record, box_scale(record, settings))
-            gold = gold_text(record) if compare is code_score else read(gold_text(record), record)[0]
+            gold = read_gold(canonical(record["problem_type"]), gold_text(record), tuple(record.get("options") or ()))
             accuracy = float(compare(prediction, gold, record, settings))
             out |= {"accuracy": accuracy, "prediction": str(prediction)[:200], "status": "ok" if accuracy > 0 else "wrong"}
         except (NoAnswer, MemoryError, RecursionError) as error:
@@ -807,50 +815,54 @@ class Scorer:
     def __init__(self, settings: RewardSettings | None = None, workers: int = 1):
         self.settings, self.workers = settings or RewardSettings(), [None] * max(1, workers)
 
-    def _ask(self, i: int, job: tuple) -> dict:
-        if self.workers[i] is None:
-            command = [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(asdict(self.settings))]
-            self.workers[i] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={
-                **os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-        try:
-            self.workers[i].stdin.write(json.dumps(job) + "\n")
-            self.workers[i].stdin.flush()
-            line = self.workers[i].stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
+    def _start(self):
+        command = [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(asdict(self.settings))]
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def _stop(self, i: int):
+        if self.workers[i]:
             self.workers[i].kill()
-            self.workers[i].wait()
-            self.workers[i] = None
-            return {"overall": 0.0, "accuracy": 0.0, "format": 0.0, "prediction": None, "status": "invalid",
-                    "method": f"no result within {self.settings.timeout_s} s"}
-        result = json.loads(line)
-        if "error" in result:
-            raise RewardError(result["error"])
-        return result
+            self.workers[i].communicate()
+        self.workers[i] = None
+
+    def _serve(self, i: int, todo: deque, results: list):
+        """Feed worker i until nothing is left. Jobs go over several at a time: a round trip costs more than a score."""
+        while todo:
+            try:
+                jobs = todo.popleft()
+            except IndexError:                     # another thread took the last ones
+                return
+            while jobs:
+                self.workers[i] = worker = self.workers[i] or self._start()
+                try:
+                    worker.stdin.write("".join(json.dumps(job) + "\n" for _, job in jobs))
+                    worker.stdin.flush()
+                except BrokenPipeError:
+                    pass                           # it died; what it finished can still be read
+                while jobs and (line := worker.stdout.readline()):
+                    results[jobs.pop(0)[0]] = result = json.loads(line)
+                    if "error" in result:
+                        self._stop(i)
+                        raise RewardError(result["error"])
+                if jobs:                           # the first one unanswered was too slow or crashed the worker
+                    self._stop(i)
+                    results[jobs.pop(0)[0]] = {
+                        "overall": 0.0, "accuracy": 0.0, "format": 0.0, "prediction": None, "status": "invalid",
+                        "method": f"no result within {self.settings.timeout_s} s"}
 
     def score_many(self, records, responses, lengths=None) -> list[dict]:
         """One dict per response, in order. lengths: tokens of each response (for the overlong penalty)."""
-        jobs = list(zip(records, responses, lengths or [None] * len(responses), strict=True))
-        results, todo = [None] * len(jobs), deque(range(len(jobs)))
-
-        def serve(i):
-            while todo:
-                try:
-                    job = todo.popleft()
-                except IndexError:          # another thread took the last one
-                    return
-                results[job] = self._ask(i, jobs[job])
-
+        jobs = list(enumerate(zip(records, responses, lengths or [None] * len(responses), strict=True)))
+        size = max(1, min(16, len(jobs) // (4 * len(self.workers))))
+        todo, results = deque(jobs[i:i + size] for i in range(0, len(jobs), size)), [None] * len(jobs)
         with ThreadPoolExecutor(len(self.workers)) as pool:
-            list(pool.map(serve, range(len(self.workers))))
+            list(pool.map(lambda i: self._serve(i, todo, results), range(len(self.workers))))
         return results
 
     def close(self):
-        for worker in filter(None, self.workers):
-            worker.kill()
-            worker.wait()
-        self.workers = [None] * len(self.workers)
+        for i in range(len(self.workers)):
+            self._stop(i)
 
 @functools.cache
 def shared_scorer(settings: RewardSettings) -> Scorer:
@@ -867,11 +879,15 @@ def serve_jobs(settings: RewardSettings):
         try:
             if not settings.reward and canonical(record["problem_type"]) == "math":
                 math_library()                  # a slow import; the clock starts behind it
-            faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)     # works without the GIL
+            if settings.reward:                 # whose code may use SIGALRM itself; this clock is 40 us slower
+                faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)
+            else:
+                signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)        # SIGALRM ends even a C loop
             result = score_here(record, response, settings, length)
         except (RewardError, ValueError) as error:
             result = {"error": str(error)}
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(result), file=results, flush=True)
 
 # ---------------------------------------------------------------- the command
