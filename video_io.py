@@ -1,19 +1,22 @@
 """Every clip in: records, prompts, sampling, decode, resize, frame cache, token maths, model inputs.
 
-    python video_io.py probe  clip.mp4 ...                # codec, size, fps, what would be sampled, tokens
-    python video_io.py tokens data.jsonl --model M        # what the data costs in tokens, activations and cache
-    python video_io.py check  data.jsonl                  # opens every clip; writes data.clean.jsonl without the bad ones
-    python video_io.py cache  data.jsonl --cache-dir D    # decodes everything once, in parallel, resumable
-    python video_io.py clip   data.jsonl OUT              # cuts the segments that the records name
+    python video_io.py probe  clip.mp4 ...              # codec, size, fps, what would be sampled, tokens
+    python video_io.py tokens data.jsonl --model M      # what the data costs in tokens, activations and cache
+    python video_io.py check  data.jsonl                # opens every clip; data.clean.jsonl has the good ones
+    python video_io.py cache  data.jsonl --cache-dir D  # decodes everything once, in parallel, resumable
+    python video_io.py clip   data.jsonl OUT            # cuts the segments that the records name
 
-Data is JSON, JSONL or parquet; a record: {"problem": "What is in <video>?", "answer": "B", "problem_type": "multiple
-choice", "options": ["cat", "dog"], "videos": ["1.mp4"], "video_start": 2.0, "video_end": 8.5}; evaluation files may say
-path, solution, image_path, start, end. A video may be a folder or list of images, shown at "video_fps". Frames are uint8 (T, 3, H, W) from the decoder to the patches, T even, H and W
-multiples of patch_size * merge_size. Indices, sizes and budgets are those of qwen-vl-utils 0.0.14 called with the right
-patch size; where it is wrong (frame lists, variable frame rates, edit lists, one frame, extreme ratios) we follow the
-file's presentation times and keep every side at least one token. Cache: safetensors, named by content and settings.
+Data is JSON, JSONL or parquet; a record: {"problem": "What is in <video>?", "answer": "B", "problem_type":
+"multiple choice", "options": ["cat", "dog"], "videos": ["1.mp4"], "video_start": 2.0, "video_end": 8.5};
+evaluation files may say path, solution, image_path, start, end. A video may be a folder or list of images,
+shown at "video_fps". Frames are uint8 (T, 3, H, W) from the decoder to the patches, T even, H and W multiples
+of patch_size * merge_size. Indices, sizes and budgets are those of qwen-vl-utils 0.0.14 called with the right
+patch size; where it is wrong (frame lists, variable frame rates, edit lists, one frame, extreme ratios) we
+follow the file's presentation times and keep every side at least one token. Cache: safetensors, by content
+and settings.
 """
-import argparse, ctypes, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempfile, threading, time, uuid
+import argparse, ctypes, difflib, hashlib, json, math, os, re, shutil, subprocess, sys, tempfile, threading
+import time, uuid
 from collections import namedtuple
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -44,7 +47,7 @@ class MediaError(Exception):
 
 @dataclass(frozen=True)
 class MediaSpec:
-    """How media become tensors. Pixels are per frame after the resize; None is a default in merged patches (tokens)."""
+    """How media become tensors. Pixels are per frame, resized; None: a default in tokens (merged patches)."""
     fps: float = 2.0  # frames per second to sample
     nframes: int | None = None  # a fixed number of frames instead
     min_frames: int = 4
@@ -57,7 +60,7 @@ class MediaSpec:
     patch_size: int = 16  # pixels; 14 for Qwen2-VL and Qwen2.5-VL
     merge_size: int = 2  # patches per token and side
     temporal_patch_size: int = 2  # frames per token
-    timestamps: str = "segment"  # count from the segment's start, as if the file had been cut; "source": the file's
+    timestamps: str = "segment"  # count from the segment's start, as in a cut file; "source": the file's
 
     def __post_init__(self):
         for name in ("min_frames", "min_pixels", "image_min_pixels"):
@@ -93,7 +96,8 @@ class Media:
 def media_spec(model_config, **settings):
     """The spec with the patch sizes of a Hugging Face config."""
     v = model_config.vision_config
-    return MediaSpec(patch_size=v.patch_size, merge_size=v.spatial_merge_size, temporal_patch_size=v.temporal_patch_size, **settings)
+    return MediaSpec(patch_size=v.patch_size, merge_size=v.spatial_merge_size,
+                     temporal_patch_size=v.temporal_patch_size, **settings)
 
 # ---------------------------------------------------------------- records
 def load_prompts(path=None):
@@ -104,12 +108,13 @@ def load_prompts(path=None):
         prompts = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
-    if wrong := [kind for kind, forms in prompts.items() if not isinstance(forms, dict) or set(forms) != {"reason", "direct"}]:
-        raise DataError(f"{path}: entry '{wrong[0]}' needs exactly the forms 'reason' and 'direct'")
+    for kind, forms in prompts.items():
+        if not isinstance(forms, dict) or set(forms) != {"reason", "direct"}:
+            raise DataError(f"{path}: entry '{kind}' needs exactly the forms 'reason' and 'direct'")
     return prompts
 
 def read_rows(path):
-    """[(line, value)] of a JSON list, JSONL or parquet file; where a value cannot be read, a text that says why."""
+    """[(line, value)] of a JSON list, JSONL or parquet file; for an unreadable value the reason as text."""
     try:
         if Path(path).suffix == ".parquet":
             import pyarrow.parquet
@@ -124,8 +129,9 @@ def read_rows(path):
         try:
             value, at = decode_json(text, at)
         except json.JSONDecodeError as error:
-            value, at = f"no valid JSON: {error.msg} (line {error.lineno} column {error.colno})", text.find("\n", at)
-            if Path(path).suffix == ".json" or at < 0:  # without a line each there is no finding the next record
+            value = f"no valid JSON: {error.msg} (line {error.lineno} column {error.colno})"
+            at = text.find("\n", at)
+            if Path(path).suffix == ".json" or at < 0:  # without a line each the next record cannot be found
                 at = len(text)
         rows.append((line, value))
     return rows
@@ -135,7 +141,8 @@ def letter_options(options):
     if isinstance(options, dict):
         return [f"{letter}. {text}" for letter, text in options.items() if text is not None]
     options = [str(o).strip() for o in (options.splitlines() if isinstance(options, str) else options or [])]
-    letters, marks = [chr(65 + i) for i in range(len(options))], [re.match(r"\(?([A-Z])[.:)]\s*", o) for o in options]
+    letters = [chr(65 + i) for i in range(len(options))]
+    marks = [re.match(r"\(?([A-Z])[.:)]\s*", option) for option in options]
     # Letters count only where each option has its own, else "A. Smith" among other names would lose its A.
     if all(marks) and len({mark[1] for mark in marks}) == len(marks):
         letters, options = [m[1] for m in marks], [o[m.end():] for m, o in zip(marks, options)]
@@ -154,7 +161,7 @@ def squash(name):
     return re.sub(r"[\s_-]+", "", str(name).lower())
 
 def make_record(row, where, root, kinds):
-    """(record, problems) of one row in the training or the evaluation layout. kinds: {squashed name: problem type}."""
+    """(record, problems) of a row of the training or evaluation layout. kinds: {squashed name: type}."""
     record, problems = dict(row, where=where), []
 
     def bad(name, why):
@@ -182,7 +189,7 @@ def make_record(row, where, root, kinds):
     record["problem_type"] = kinds.get(squash(row.get("problem_type")))
     if record["problem_type"] is None:
         near = difflib.get_close_matches(squash(row.get("problem_type")), kinds, cutoff=0.5) or sorted(kinds)
-        bad("problem_type", f"unknown; nearest: {', '.join(kinds[n] for n in near)}; a new one needs a prompt and a scorer")
+        bad("problem_type", f"unknown; nearest: {', '.join(kinds[n] for n in near)}; or add a prompt for it")
     question, gold = pick("problem", "question"), pick("solution", "answer")
     text = record["problem"] = row.get(question) if isinstance(row.get(question), str) else ""
     if not text.strip() and record["problem_type"] != "video description":
@@ -193,8 +200,9 @@ def make_record(row, where, root, kinds):
     if row.get(gold) in (None, "", []):
         bad("answer", "missing; give the expected answer as 'answer' or 'solution'")
 
-    kind = "video" if row.get(pick("videos", "video", "path")) else "image" if row.get(pick("images", "image")) else "text"
-    kind = record["data_type"] = row.get("data_type") or kind
+    guess = "image" if row.get(pick("images", "image")) else "text"
+    guess = "video" if row.get(pick("videos", "video", "path")) else guess
+    kind = record["data_type"] = row.get("data_type") or guess
     for media, names in (("videos", ["videos", "video"]), ("images", ["images", "image_path", "image"])):
         name = pick(names[0], *["path"] * (media == f"{kind}s"), *names[1:])
         value = [row[name]] if isinstance(row.get(name), str) else list(row.get(name) or [])
@@ -202,7 +210,7 @@ def make_record(row, where, root, kinds):
             value = [value]  # a flat list of images is one clip, given as its frames
         record[media], n_marks = resolve(value, name), text.count(f"<{media[:-1]}>")
         if kind == media[:-1] and not value or n_marks not in (0, len(value)):
-            bad(name, f"data_type is {kind}, {n_marks} <{media[:-1]}> marks in the text, {len(value)} {media} given")
+            bad(name, f"a {kind} sample with {n_marks} <{media[:-1]}> marks and {len(value)} {media}")
     if kind not in ("video", "image", "text"):
         bad("data_type", "must be video, image or text")
     record["options"] = letter_options(row.get("options"))
@@ -211,7 +219,8 @@ def make_record(row, where, root, kinds):
     record["video_start"], record["video_end"] = seconds("video_start"), seconds("video_end")
     if (record["video_start"] or 0) >= (math.inf if record["video_end"] is None else record["video_end"]):
         bad(pick("video_end", "end"), f"must be after the start, {record['video_start'] or 0} s")
-    record["has_offline_trajectory"], record["offline_output"] = bool(row.get("has_offline_trajectory")), row.get("offline_output")
+    record["has_offline_trajectory"] = bool(row.get("has_offline_trajectory"))
+    record["offline_output"] = row.get("offline_output")
     if record["has_offline_trajectory"] and not record["offline_output"]:
         bad("offline_output", "has_offline_trajectory is set but there is no output")
     stored, (file, _, line) = row.get("preprocessed_video"), where.rpartition(":")
@@ -228,7 +237,7 @@ def read_records(path, data_root=None, prompts=None):
         where = f"{Path(path).name}:{line}"
         rows[where] = row
         if not isinstance(row, dict):
-            problems.append(f"{where}: {row if isinstance(row, str) else 'not a JSON object with the fields of a record'}")
+            problems.append(f"{where}: {row if isinstance(row, str) else 'not a JSON object with fields'}")
             continue
         record, faults = make_record(row, where, root, kinds)
         # Of the source row, not the resolved one: a moved dataset keeps its keys.
@@ -261,7 +270,8 @@ def build_messages(record, prompts, form="reason", system=None):
         if part == "<video>" and content and content[-1]["type"] == "text":
             # Time stamps are tokenized apart by vLLM: "<" must not merge with what stands before the video.
             content[-1]["text"] = content[-1]["text"].rstrip() + "\n"
-        content.append({"type": part[1:-1]} if part in ("<video>", "<image>") else {"type": "text", "text": part})
+        media = part in ("<video>", "<image>")
+        content.append({"type": part[1:-1]} if media else {"type": "text", "text": part})
     system = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
     return system + [{"role": "user", "content": content}]
 
@@ -269,9 +279,10 @@ def prompt_text(record, prompts, processor, form="reason", system=None):
     """The templated prompt, media unexpanded, ready for the answer."""
     messages = build_messages(record, prompts, form, system)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # Qwen3-VL was released with "<time><vision_start>frame<vision_end>" per merged frame and nothing around them; newer
-    # transformers expand the bare token only, so that the template's own wrapper would stay.
-    return text.replace(VISION_TRIPLE, "<|video_pad|>") if type(processor).__name__.startswith("Qwen3") else text
+    # Qwen3-VL was released with "<time><vision_start>frame<vision_end>" per merged frame and nothing around
+    # them; newer transformers expand the bare token only, so that the template's own wrapper would stay.
+    qwen3 = type(processor).__name__.startswith("Qwen3")
+    return text.replace(VISION_TRIPLE, "<|video_pad|>") if qwen3 else text
 
 def load_processor(model_dir):
     """AutoProcessor; DataError in one line if there is none."""
@@ -279,14 +290,15 @@ def load_processor(model_dir):
     try:
         processor = AutoProcessor.from_pretrained(model_dir)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(f"{model_dir}: no processor can be loaded: {' '.join(str(error).split())[:200]}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{model_dir}: no processor can be loaded: {reason}") from error
     if not isinstance(processor, ProcessorMixin):
-        raise DataError(f"{model_dir}: has a tokenizer but no processor; copy the model's preprocessor_config.json")
+        raise DataError(f"{model_dir}: no processor, a tokenizer only; copy preprocessor_config.json")
     return processor
 
 # ---------------------------------------------------------------- sampling and sizes
 def smart_resize(height, width, factor, min_pixels, max_pixels):
-    """(height, width) in multiples of factor, none below it, of the same shape, area within the bounds if that can be."""
+    """(height, width) in multiples of factor, the shape kept, the area within the bounds if it can be."""
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"{width}x{height} has an aspect ratio above 200")
     h, w = (max(factor, round(side / factor) * factor) for side in (height, width))
@@ -308,18 +320,19 @@ def frame_size(height, width, n_frames, spec):
     return smart_resize(height, width, spec.patch_size * spec.merge_size, min(low, high), high)
 
 def segment(times, start, end):
-    """(first, last) index of the frames shown from start to end, both included. ValueError if there are none."""
-    inside = np.flatnonzero((times >= (start or 0) - 1e-4) & (times <= (math.inf if end is None else end) + 1e-4))
+    """(first, last) index of the frames shown from start to end, both included. ValueError if none."""
+    last = math.inf if end is None else end
+    inside = np.flatnonzero((times >= (start or 0) - 1e-4) & (times <= last + 1e-4))
     if not len(inside):
-        raise ValueError(f"no frame from {start or 0} s to {end} s: the clip's {len(times)} frames end at {max(times):.2f} s")
+        raise ValueError(f"no frame from {start or 0} s to {last} s; the last one is at {max(times):.2f} s")
     return int(inside[0]), int(inside[-1])
 
 def sample_indices(timestamps_s, spec, start=None, end=None, fps=None):
-    """An even number of frame indices from ascending presentation times in seconds; fps: the rate the file states.
+    """An even number of frame indices from ascending times in seconds; fps: the rate that the file states.
 
-    Evenly spaced frames: as qwen-vl-utils, about duration * spec.fps within the bounds, linspace with both ends. With a
-    variable frame rate: the frames nearest to evenly spaced times. A lone frame is taken twice, nframes above the count
-    is lowered to it. ValueError if the segment holds no frame.
+    Evenly spaced frames: as qwen-vl-utils, about duration * spec.fps within the bounds, linspace with both
+    ends. With a variable frame rate: the frames nearest to evenly spaced times. A lone frame is taken twice,
+    nframes above the count is lowered to it. ValueError if the segment holds no frame.
     """
     times = np.asarray(timestamps_s, dtype=np.float64)
     low, high = segment(times, start, end)
@@ -329,7 +342,8 @@ def sample_indices(timestamps_s, spec, start=None, end=None, fps=None):
     even = np.abs(times[low:high + 1] - times[low] - step * np.arange(count)).max() < step / 4
     n = round((spec.nframes or 0) / 2) * 2
     if not n:
-        n = round((count / fps if fps and even else count * step) * spec.fps, 4)  # 19.99999 is 20: times are float32
+        seconds = count / fps if fps and even else count * step
+        n = round(seconds * spec.fps, 4)  # 19.99999 is 20: times are float32
         n = min(max(n, math.ceil(spec.min_frames / 2) * 2), math.floor(spec.max_frames / 2) * 2)
     n = max(2, math.floor(min(n, count) / 2) * 2)
     if even:
@@ -339,12 +353,12 @@ def sample_indices(timestamps_s, spec, start=None, end=None, fps=None):
     return np.where(wanted - times[after - 1] <= times[after] - wanted, after - 1, after).tolist()
 
 def plan(times, rate, height, width, spec, start=None, end=None):
-    """(indices to decode, (height, width), Clip without frames), from the presentation times and the frame size."""
+    """(indices to decode, (height, width), Clip without frames) from times and frame size."""
     indices = sample_indices(times, spec, start, end, rate)
     (low, high), size = segment(times, start, end), frame_size(height, width, len(indices), spec)
     base, count = 0 if spec.timestamps == "source" else low, high - low + 1
     shown = times[indices] - times[base]
-    # Both engines compute a time as index / fps. Where the file's frames are elsewhere, milliseconds carry the truth.
+    # Both engines compute a time as index / fps. Where that is not true, milliseconds carry the truth.
     if np.abs(shown - (np.array(indices) - base) / rate).max() < 2e-3:
         return indices, size, Clip(None, rate, [i - base for i in indices], count, count / rate)
     seconds = (times[high] - times[low]) * count / max(count - 1, 1) or 1 / rate
@@ -358,7 +372,8 @@ def decord_reader(path):
     times = box[0].get_frame_timestamp(list(range(len(box[0]))))[:, 0].astype(np.float64)
     if times[0] < -1e-3:
         raise IndexError("an edit list hides frames before time 0, which decord would show")
-    return Reader(times - times[0], box[0].get_avg_fps(), lambda i: box[0].get_batch(i).asnumpy(), box.clear, "decord")
+    read = lambda indices: box[0].get_batch(indices).asnumpy()
+    return Reader(times - times[0], box[0].get_avg_fps(), read, box.clear, "decord")
 
 def pyav_reader(path):
     import av
@@ -379,11 +394,12 @@ def pyav_reader(path):
             while not held or held[0].pts < pts[i]:
                 held[:] = [next(frames, None)]
                 if held[0] is None:
-                    raise ValueError(f"only the frames before {times[i]:.2f} s of {times[-1]:.2f} s can be decoded")
+                    raise ValueError(f"can be decoded up to {times[i]:.2f} s of {times[-1]:.2f} s only")
             batch.append(np.rot90(held[0].to_ndarray(format="rgb24"), held[0].rotation // 90))
         return np.stack(batch)
 
-    return Reader(times, float(stream.average_rate or 1 / np.diff(times).mean()), read, container.close, "PyAV")
+    rate = float(stream.average_rate or 1 / np.diff(times).mean())
+    return Reader(times, rate, read, container.close, "PyAV")
 
 def read_image(path):
     """(H, W, 3) uint8, upright, transparency on white."""
@@ -399,7 +415,8 @@ def read_image(path):
 
 def decode_image(path, spec):
     """An image in its own pixel budget; the frames of the Clip are (3, H, W)."""
-    pixels, low, high = read_image(path), spec.image_min_pixels or 4 * spec.token, spec.image_max_pixels or 16384 * spec.token
+    pixels, low = read_image(path), spec.image_min_pixels or 4 * spec.token
+    high = spec.image_max_pixels or 16384 * spec.token
     try:
         size = smart_resize(*pixels.shape[:2], spec.patch_size * spec.merge_size, min(low, high), high)
     except ValueError as error:
@@ -407,7 +424,7 @@ def decode_image(path, spec):
     return Clip(resize(pixels[None], *size)[0].contiguous(), 1.0, [], 0, 0.0)
 
 def frame_files(path):
-    """The image files of a frame list or of a folder in natural order (2 before 10); None for a video file."""
+    """Image files of a frame list or of a folder in natural order (2 before 10); None for a video."""
     if isinstance(path, (list, tuple)) or not os.path.isdir(path):
         return path if isinstance(path, (list, tuple)) else None
     names = [str(p) for p in Path(path).iterdir() if p.suffix.lower() in IMAGE_SUFFIXES]
@@ -416,7 +433,7 @@ def frame_files(path):
     return sorted(names, key=lambda name: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", name)])
 
 def with_reader(path, fps, use):
-    """use(reader) with decord, or with PyAV where decord fails (AV1, GIF, damaged heads) or does not exist."""
+    """use(reader) with decord, or PyAV where decord fails (AV1, GIF, damaged heads) or is missing."""
     import av
     files, reasons = frame_files(path), []
     tries = [(pyav_reader, (av.FFmpegError, OSError, ValueError, IndexError))]
@@ -449,20 +466,22 @@ def read_artifact(path, spec):
     try:
         data = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         frames, meta = data["frames"].round().clamp(0, 255).to(torch.uint8), data["metadata"]
-        indices = torch.as_tensor(meta["frames_indices"]).tolist()
-        frames, indices = torch.cat([frames, frames[len(frames) - len(frames) % 2:]]), indices + indices[len(indices) - len(indices) % 2:]
-        clip = Clip(frames.contiguous(), float(meta["fps"]), indices, int(meta["total_num_frames"]),
-                    meta["total_num_frames"] / meta["fps"])
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError) as error:
+        indices, total = torch.as_tensor(meta["frames_indices"]).tolist(), meta["total_num_frames"]
+        odd, factor = len(frames) % 2, spec.patch_size * spec.merge_size
+        frames = torch.cat([frames, frames[len(frames) - odd:]])
+        indices += indices[len(indices) - odd:]
+        clip = Clip(frames.contiguous(), float(meta["fps"]), indices, int(total), total / meta["fps"])
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError,
+            AttributeError) as error:
         raise MediaError(path, f"is no stored clip (frames, metadata, sample_fps): {error}") from error
-    if frames.ndim != 4 or frames.shape[1] != 3 or any(s % (spec.patch_size * spec.merge_size) for s in frames.shape[2:]):
-        raise MediaError(path, f"has frames {tuple(frames.shape)}: not (T, 3, H, W) in multiples of {spec.patch_size * spec.merge_size}")
+    if frames.ndim != 4 or frames.shape[1] != 3 or frames.shape[2] % factor or frames.shape[3] % factor:
+        raise MediaError(path, f"has {tuple(frames.shape)}, not (T, 3, H, W) in multiples of {factor}")
     return clip
 
 def decode(path, spec, start=None, end=None, fps=None):
     """Samples, decodes and resizes one clip in this process. MediaError if it cannot.
 
-    path: a video file, a folder of frames or a list of image files (shown at fps, default spec.fps), a .pt artifact."""
+    path: a video file, a folder or list of images (at fps, default spec.fps), a .pt artifact."""
     def sample(reader):
         height, width = reader.read([0]).shape[1:3]
         try:
@@ -481,16 +500,17 @@ def decode(path, spec, start=None, end=None, fps=None):
 # ---------------------------------------------------------------- items and cache
 def media_items(record, cache_mode="prefer_cache"):
     """What to load for a record: [{kind, path, ...}], videos first."""
-    stored, span = record.get("preprocessed_video"), {"start": record.get("video_start"), "end": record.get("video_end")}
-    videos = [{"kind": "video", "path": path, "fps": record.get("video_fps"), **span} for path in record["videos"]]
+    stored = record.get("preprocessed_video")
+    common = {"kind": "video"} | {name: record.get(f"video_{name}") for name in ("fps", "start", "end")}
+    videos = [common | {"path": path} for path in record["videos"]]
     if stored and cache_mode != "realtime" and len(videos) == 1 and os.path.exists(stored):
         videos = [{"kind": "video", "path": stored}]
     return videos + [{"kind": "image", "path": path} for path in record["images"]]
 
 def item_key(item, spec):
-    """Hash of the content (size, first and last 64 KiB) and of everything that shapes the tensor, not of the path."""
-    options = [SCHEMA, "bicubic", asdict(spec), item["kind"], item.get("start"), item.get("end"), item.get("fps")]
-    digest = hashlib.sha256(json.dumps(options).encode())
+    """Hash of content (size, first and last 64 KiB) and of all that shapes the tensor; not of the path."""
+    options = [item.get(name) for name in ("kind", "start", "end", "fps")]
+    digest = hashlib.sha256(json.dumps([SCHEMA, "bicubic", asdict(spec), *options]).encode())
     for file in frame_files(item["path"]) or [item["path"]]:
         if not os.path.isfile(file):  # a pipe would block for ever
             raise MediaError(file, "is not a file" if os.path.exists(file) else "does not exist")
@@ -505,7 +525,7 @@ def item_key(item, spec):
     return digest.hexdigest()[:32]
 
 def write_atomic(file, write):
-    """write(temp); then the rename: readers see nothing or the whole file, the last of several writers wins."""
+    """write(temp), then rename: readers see nothing or the whole file; the last writer wins."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temp = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -553,7 +573,7 @@ def load_item(item, spec, cache_dir=None, cache_mode="prefer_cache"):
     return clip, file
 
 def evict(cache_dir, limit_bytes):
-    """Deletes the least recently used entries until the cache fits, and what killed writers left an hour ago."""
+    """Deletes the least recently used entries until the cache fits, and leftovers of killed writers."""
     files = []
     for file in Path(cache_dir).glob("*/*"):
         try:
@@ -605,15 +625,17 @@ def serve():
 class MediaLoader:
     """Decodes in worker processes: a clip that hangs or crashes the decoder costs one sample, never the run.
 
-    Workers start by exec, which is safe beside the threads of vLLM and torch, and import neither of vLLM, transformers;
-    frames come back through memory-mapped files. workers=0: in this process, without a timeout. n_ok and n_bad count
-    files; each bad one is appended to bad_file.
+    Workers start by exec, which is safe beside the threads of vLLM and torch, and import neither vLLM nor
+    transformers; frames come back through memory-mapped files. workers=0: in this process, without a timeout.
+    n_ok and n_bad count files; each bad one is appended to bad_file.
     """
-    def __init__(self, spec, workers=2, timeout_s=60, cache_dir=None, cache_mode="prefer_cache", bad_file=None, cache_gb=None):
-        self.spec, self.workers, self.timeout_s, self.bad_file, self.cache_gb = spec, workers, timeout_s, bad_file, cache_gb
-        self.cache_dir, self.cache_mode = str(cache_dir) if cache_dir and cache_mode != "realtime" else None, cache_mode
-        if cache_mode not in ("prefer_cache", "cache_only", "realtime") or cache_mode == "cache_only" and not cache_dir:
-            raise DataError(f"cache_mode {cache_mode}: use prefer_cache, realtime, or cache_only with a cache_dir")
+    def __init__(self, spec, workers=2, timeout_s=60, cache_dir=None, cache_mode="prefer_cache",
+                 bad_file=None, cache_gb=None):
+        self.spec, self.workers, self.timeout_s, self.bad_file = spec, workers, timeout_s, bad_file
+        self.cache_dir = str(cache_dir) if cache_dir and cache_mode != "realtime" else None
+        self.cache_mode, self.cache_gb = cache_mode, cache_gb
+        if cache_mode not in ("prefer_cache", "realtime") and (cache_mode != "cache_only" or not cache_dir):
+            raise DataError(f"cache_mode {cache_mode}: prefer_cache, realtime, or cache_only and a cache_dir")
         self.n_ok, self.n_bad, self.unswept, self.lock, self.processes = 0, 0, math.inf, threading.Lock(), {}
         self.closed = False
         self.pool = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="media")
@@ -622,10 +644,12 @@ class MediaLoader:
 
     def submit(self, record):
         """A Future of Media, or of a MediaError."""
-        return self.pool.submit(load_media, record, self.spec, None, self.cache_mode, lambda item: self.load(item, record))
+        load = lambda item: self.load(item, record)
+        return self.pool.submit(load_media, record, self.spec, None, self.cache_mode, load)
 
     def load(self, item, record=None):
-        folder = self.cache_dir or os.path.join(self.spill, uuid.uuid4().hex)  # without a cache: one that lasts for a moment
+        """Clip of one item, through the cache or through one that lasts for a moment."""
+        folder = self.cache_dir or os.path.join(self.spill, uuid.uuid4().hex)
         try:
             clip = read_clip(self.ask("load", item, record, folder)["file"])
         finally:
@@ -652,15 +676,17 @@ class MediaLoader:
             raise
         with self.lock:
             self.n_ok, self.unswept = self.n_ok + 1, self.unswept + answer.get("bytes", 0)
-            if self.cache_dir and self.cache_gb and self.unswept > self.cache_gb * 5e7:  # a twentieth of the limit
+            if self.cache_dir and self.cache_gb and self.unswept > self.cache_gb * 5e7:  # 1/20 of it
                 self.unswept = 0
                 evict(self.cache_dir, self.cache_gb * 1e9)
         return answer
 
     def _answer(self, request):
-        process, path = self.processes.get(threading.get_ident()), request[1].get("path", request[1].get("src"))
+        process = self.processes.get(threading.get_ident())
+        path = request[1].get("path", request[1].get("src"))
         if process is None or process.poll() is not None:
-            process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, start_new_session=True)
             self.processes[threading.get_ident()] = process
             process.stdout.readline()  # "ready": imports do not count as decoding
         try:
@@ -673,7 +699,7 @@ class MediaLoader:
         if not line:
             process.kill()
             died = f"crashed the decoder (exit code {process.wait()})"
-            raise MediaError(path, died if answered else f"hung for {self.timeout_s:g} s; the decoder was killed")
+            raise MediaError(path, died if answered else f"hung for {self.timeout_s:g} s; decoder killed")
         answer = json.loads(line)
         if "error" in answer:
             raise MediaError(path, answer["error"])
@@ -709,13 +735,15 @@ def vllm_inputs(text, media):
     if media.videos:
         if VISION_TRIPLE not in text and vllm_expands_triple():
             text = text.replace("<|video_pad|>", VISION_TRIPLE)
-        data["video"] = [(c.frames, {"fps": c.fps, "frames_indices": list(c.frames_indices), "duration": c.duration,
-                                     "total_num_frames": c.total_num_frames, "do_sample_frames": False}) for c in media.videos]
+        data["video"] = [(c.frames, {"fps": c.fps, "frames_indices": list(c.frames_indices),
+                                     "total_num_frames": c.total_num_frames, "duration": c.duration,
+                                     "do_sample_frames": False}) for c in media.videos]
         uuids["video"], settings["do_sample_frames"] = [clip.key for clip in media.videos], False
     if media.images:
-        data["image"] = [Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()) for image in media.images]
+        data["image"] = [Image.fromarray(x.permute(1, 2, 0).contiguous().numpy()) for x in media.images]
         uuids["image"] = list(media.image_keys)
-    return {"prompt": text, "multi_modal_data": data, "mm_processor_kwargs": settings, "multi_modal_uuids": uuids}
+    return {"prompt": text, "multi_modal_data": data, "multi_modal_uuids": uuids,
+            "mm_processor_kwargs": settings}
 
 def stamps(clip, temporal_patch_size=2):
     """["<0.2 seconds>", ...], one per merged group of frames: the mean of its first and last time."""
@@ -732,13 +760,15 @@ def grids(media, model_config):
 def expand_prompt(text, media, processor, model_config):
     """Prompt ids with placeholders expanded: what vLLM reports as prompt_token_ids."""
     c, encode = model_config, lambda text: processor.tokenizer.encode(text, add_special_tokens=False)
-    merge, (videos, images), clips, ids = c.vision_config.spatial_merge_size**2, grids(media, c), iter(media.videos), []
+    merge, (videos, images) = c.vision_config.spatial_merge_size**2, grids(media, c)
+    clips, ids = iter(media.videos), []
     queue = {c.video_token_id: iter(videos), c.image_token_id: iter(images)}
     for token in encode(text):
         t, h, w = next(queue[token]) if token in queue else (0, 0, 0)
         if token == c.video_token_id and c.model_type.startswith("qwen3"):
             for stamp in stamps(next(clips), c.vision_config.temporal_patch_size):
-                ids += encode(stamp) + [c.vision_start_token_id] + [token] * (h * w // merge) + [c.vision_end_token_id]
+                block = [c.vision_start_token_id] + [token] * (h * w // merge) + [c.vision_end_token_id]
+                ids += encode(stamp) + block
         else:
             ids += [token] * (t * h * w // merge or 1)
     return ids
@@ -746,8 +776,8 @@ def expand_prompt(text, media, processor, model_config):
 def position_ids(ids, media, model_config):
     """(4, L): the text position 0..L-1, then time, height, width (M-RoPE, arXiv 2409.12191, section 2.1).
 
-    What follows a vision block goes on at the largest position so far plus 1, in all families: the released rule, of vLLM
-    and transformers 4.57 (5.17 to 5.19 forget the temporal extent for Qwen2-VL and Qwen2.5-VL)."""
+    What follows a vision block goes on at the largest position so far plus 1, in all families: the released
+    rule, of vLLM and transformers 4.57 (5.17 to 5.19 forget the temporal extent for Qwen2-VL and 2.5-VL)."""
     c, merge, ids = model_config, model_config.vision_config.spatial_merge_size, list(ids)
     videos, images = grids(media, c)
     queue = {c.image_token_id: [(grid, 1) for grid in images], c.video_token_id: []}
@@ -758,7 +788,8 @@ def position_ids(ids, media, model_config):
         pace = 1  # positions per merged frame
         if c.model_type == "qwen2_5_vl":  # seconds per merged frame are float32 in vLLM
             rate = len(clip.frames_indices) / clip.total_num_frames * clip.fps
-            pace = float(np.float32(c.vision_config.temporal_patch_size / rate)) * c.vision_config.tokens_per_second
+            seconds = float(np.float32(c.vision_config.temporal_patch_size / rate))
+            pace = seconds * c.vision_config.tokens_per_second
         queue[c.video_token_id].append(((t, h, w), pace))
     parts, at, start = [], 0, 0
     while at < len(ids):
@@ -774,9 +805,10 @@ def position_ids(ids, media, model_config):
     return torch.from_numpy(np.concatenate([np.arange(len(ids))[None], np.concatenate(parts, 1)]))
 
 def patchify(frames, patch_size, merge_size, temporal_patch_size):
-    """(T, 3, H, W) -> (patches, 3 * tp * p * p) in the processors' order: the patches of a merge block side by side."""
+    """(T, 3, H, W) -> (patches, 3 * tp * p * p), patches of a merge block side by side."""
     tp, p, m = temporal_patch_size, patch_size, merge_size
-    frames = torch.cat([frames, frames[-1:].expand(-len(frames) % tp, -1, -1, -1)]) if len(frames) % tp else frames
+    if len(frames) % tp:  # the last frame fills up
+        frames = torch.cat([frames, frames[-1:].expand(-len(frames) % tp, -1, -1, -1)])
     t, h, w = len(frames) // tp, frames.shape[2] // p, frames.shape[3] // p
     patches = frames.reshape(t, tp, 3, h // m, m, p, w // m, m, p).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, 3 * tp * p * p)
@@ -785,8 +817,10 @@ def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device,
     """What the Hugging Face model takes besides input_ids; keys of media that the prompt lacks are absent."""
     c, v, ids = model_config, model_config.vision_config, torch.tensor(prompt_ids)
     tp, width = v.temporal_patch_size, 3 * v.temporal_patch_size * v.patch_size**2
-    mean, std = ((torch.tensor(x) * 255.0).repeat_interleave(width // 3).to(device) for x in (image_mean, image_std))
-    inputs = {"mm_token_type_ids": ((ids == c.image_token_id).int() + 2 * (ids == c.video_token_id).int())[None].to(device),
+    mean, std = ((torch.tensor(x) * 255.0).repeat_interleave(width // 3).to(device)
+                 for x in (image_mean, image_std))  # (3 * tp * p * p,)
+    types = (ids == c.image_token_id).int() + 2 * (ids == c.video_token_id).int()
+    inputs = {"mm_token_type_ids": types[None].to(device),
               "position_ids": position_ids(prompt_ids, media, c)[:, None].to(device)}  # (1, P), (4, 1, P)
     kinds = ("pixel_values_videos", "video_grid_thw", [clip.frames for clip in media.videos]), (
         "pixel_values", "image_grid_thw", [image[None] for image in media.images])
@@ -796,8 +830,8 @@ def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device,
         inputs[grid], at = torch.tensor(found, device=device), 0
         rows = inputs[pixels] = torch.empty(sum(map(math.prod, found)), width, dtype=dtype, device=device)
         for group in (group for frames in stacks for group in frames.to(device).split(tp)):
-            patches = patchify(group, v.patch_size, v.spatial_merge_size, tp)  # uint8; small enough to stay in the CPU's cache
-            rows[at:at + len(patches)] = torch.sub(patches, mean).div_(std)  # in float32, as the processors compute it
+            patches = patchify(group, v.patch_size, v.spatial_merge_size, tp)  # uint8, in the CPU's cache
+            rows[at:at + len(patches)] = torch.sub(patches, mean).div_(std)  # float32, as the processors
             at += len(patches)
     return inputs
 
@@ -805,15 +839,16 @@ def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device,
 def probe(item, spec=MediaSpec()):
     """What a file is, from its headers and first frame, JSON-ready. item: a path or one of media_items()."""
     import av
-    item = {"kind": "video", "path": item} if isinstance(item, (str, os.PathLike)) else item
-    item, path = item | {"path": os.fspath(item["path"]) if isinstance(item["path"], os.PathLike) else item["path"]}, item["path"]
+    item = item if isinstance(item, dict) else {"kind": "video", "path": os.fspath(item)}
+    path = item["path"]
     item_key(item, spec)  # says what is missing or unreadable
 
     def look(reader):
         height, width = reader.read([0]).shape[1:3]
         vfr = np.abs(reader.times - np.arange(len(reader.times)) / reader.fps).max() > 0.5 / reader.fps
-        return {"height": height, "width": width, "fps": reader.fps, "frames": len(reader.times), "vfr": bool(vfr),
-                "duration": reader.times[-1] + 1 / reader.fps, "decoder": reader.name, "times": reader.times.tolist()}
+        return {"height": height, "width": width, "fps": reader.fps, "frames": len(reader.times),
+                "vfr": bool(vfr), "duration": reader.times[-1] + 1 / reader.fps, "decoder": reader.name,
+                "times": reader.times.tolist()}
 
     if item["kind"] == "image" or str(path).endswith(".pt"):
         clip = load_item(item, spec)[0]
@@ -822,11 +857,13 @@ def probe(item, spec=MediaSpec()):
     if found["decoder"] != "images":
         with av.open(path) as container:
             found["rotation"] = next(container.decode(video=0)).rotation
-            found["codec"] = f"{container.streams.video[0].codec_context.name} {container.streams.video[0].format.name}"
+            stream = container.streams.video[0]
+            found["codec"] = f"{stream.codec_context.name} {stream.format.name}"
     return found
 
 def plan_of(probe, spec):
-    return plan(np.array(probe["times"]), probe["fps"], probe["height"], probe["width"], spec, probe.get("start"), probe.get("end"))
+    size = probe["height"], probe["width"]
+    return plan(np.array(probe["times"]), probe["fps"], *size, spec, probe.get("start"), probe.get("end"))
 
 def count_tokens(probe, spec, tokenizer=None):
     """(visual tokens, tokens of time stamps and frame marks) that a probed file adds to a prompt.
@@ -837,34 +874,35 @@ def count_tokens(probe, spec, tokenizer=None):
     else:
         _, size, clip = plan_of(probe, spec)
         texts = stamps(clip, spec.temporal_patch_size)
-    length = (lambda s: len(tokenizer.encode(s, add_special_tokens=False))) if tokenizer else lambda s: len(s) - 7
+    length = lambda s: len(tokenizer.encode(s, add_special_tokens=False)) if tokenizer else len(s) - 7
     # Qwen2-VL and Qwen2.5-VL (patch 14) have no time stamps; images have none either
     text = sum(length(s) + 2 for s in texts) if spec.patch_size != 14 and probe["kind"] == "video" else 0
     return len(texts) * (size[0] * size[1] // spec.token), text
 
 def fit_budget(max_tokens, probe, spec, tokenizer=None):
-    """spec with the most pixels per frame with which the probed clip fits; where the fewest do not, with fewer frames."""
-    low, high = (spec.min_pixels or 4 * spec.token) // spec.token, (spec.max_pixels or 768 * spec.token) // spec.token
+    """spec with the most pixels per frame that fit for a probed clip; where none do, fewer frames."""
+    low, high = ((pixels or tokens * spec.token) // spec.token
+                 for pixels, tokens in ((spec.min_pixels, 4), (spec.max_pixels, 768)))
     for frames in range(len(plan_of(probe, spec)[0]), 1, -2):
         for tokens in range(high, low - 1, -1):
             tried = replace(spec, nframes=frames, min_pixels=low * spec.token, max_pixels=tokens * spec.token)
             if sum(count_tokens(probe, tried, tokenizer)) <= max_tokens:
                 return tried
-    raise DataError(f"{probe['path']}: two frames of {low} tokens are more than {max_tokens}; raise the budget")
+    raise DataError(f"{probe['path']}: 2 frames of {low} tokens exceed {max_tokens}; raise the budget")
 
 def survey(records, loader, prompts, processor=None, form="reason", max_prompt_length=math.inf, system=None):
-    """[(record, visual tokens, text tokens, why the sample cannot be used or None, its probes)] without decoding.
+    """[(record, visual tokens, text tokens, why it cannot be used or None, its probes)] without decoding.
 
-    Prompts over max_prompt_length are reported, never truncated: a cut through vision tokens is no prompt at all."""
+    Prompts over max_prompt_length are reported, never truncated: a cut through vision tokens is no prompt."""
     groups = [media_items(record, loader.cache_mode) for record in records]
     answers = ask_all(loader, "probe", [item for group in groups for item in group], "opening")
     tokenizer, out = processor and processor.tokenizer, []
     for record, group in zip(records, groups):
         probes, visual, reason = [answers[json.dumps(item)] for item in group], 0, None
+        text = len(json.dumps(build_messages(record, prompts, form, system))) // 4
         if processor:
-            text = len(tokenizer.encode(prompt_text(record, prompts, processor, form, system), add_special_tokens=False)) - len(group)
-        else:
-            text = len(json.dumps(build_messages(record, prompts, form, system))) // 4
+            prompt = prompt_text(record, prompts, processor, form, system)
+            text = len(tokenizer.encode(prompt, add_special_tokens=False)) - len(group)
         for found in probes:
             try:
                 if isinstance(found, MediaError):
@@ -879,12 +917,12 @@ def survey(records, loader, prompts, processor=None, form="reason", max_prompt_l
     return out
 
 def ask_all(loader, op, items, what, folder=None):
-    """{JSON of the item: answer or MediaError}; a progress bar; a file that several records share is asked for once."""
+    """{JSON of the item: answer or MediaError}, with a progress bar; what records share is asked for once."""
     from tqdm import tqdm
     unique = {json.dumps(item): item for item in items}
     futures = {loader.pool.submit(loader.ask, op, item, None, folder): key for key, item in unique.items()}
     answers = {}
-    for future in tqdm(as_completed(futures), total=len(futures), desc=what, unit="file", disable=not futures):
+    for future in tqdm(as_completed(futures), total=len(futures), desc=what, unit="file"):
         if not isinstance(future.exception(), MediaError | None):
             raise future.exception()
         answers[futures[future]] = future.exception() or future.result()
@@ -892,7 +930,7 @@ def ask_all(loader, op, items, what, folder=None):
 
 # ---------------------------------------------------------------- commands
 def cut(src, dst, start, end, copy=False):
-    """Writes the segment to dst, or nothing. Frame-exact re-encode; copy: packets from the key frame before start on."""
+    """Writes the segment to dst, or nothing. Frame-exact; copy: packets from the key frame before start."""
     import av
     temp = f"{dst}.{uuid.uuid4().hex}.part"
     try:
@@ -906,18 +944,21 @@ def cut(src, dst, start, end, copy=False):
                 for frame in [] if copy else packet.decode():
                     if frame.pts is None or not start - 1e-4 <= frame.time <= end + 1e-4:
                         continue
-                    image = frame.to_ndarray(format="rgb24")
-                    image = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.rot90(image, frame.rotation // 90)), format="rgb24")
+                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                    image = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
                     if written is None:
-                        written, first = target.add_stream("libx264", rate=stream.average_rate, options={"crf": "16"}), frame.pts
-                        written.width, written.height, written.time_base = image.width, image.height, stream.time_base
+                        first, options = frame.pts, {"crf": "16"}
+                        written = target.add_stream("libx264", rate=stream.average_rate, options=options)
+                        written.width, written.height = image.width, image.height
+                        written.time_base = stream.time_base
                         written.pix_fmt = "yuv444p" if image.width % 2 or image.height % 2 else "yuv420p"
                     image.pts, image.time_base = frame.pts - first, stream.time_base
                     target.mux(written.encode(image))
                 if copy and packet.pts is not None:
                     if written is None:
                         written, first = target.add_stream_from_template(stream), packet.dts
-                    packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, written
+                    packet.pts, packet.dts = packet.pts - first, packet.dts - first
+                    packet.stream = written
                     target.mux(packet)
             if written is None:
                 raise MediaError(src, f"no frame from {start} s to {end} s")
@@ -931,58 +972,70 @@ def cut(src, dst, start, end, copy=False):
     return {"file": dst}
 
 def segment_of(row, root, index):
-    """(source, start, end, name of the cut file) that a row asks for; ODV-Bench and LiveSports say it in the name."""
+    """(source, start, end, name of the cut file) of a row; ODV-Bench and LiveSports name it so."""
     name = os.path.basename(str(row.get("path") or ""))
-    named = re.fullmatch(r"\d+_(.+)_s([\d.]+)_e([\d.]+)\.mp4", name) or re.fullmatch(r"(.+)_([\d.]+)_([\d.]+)\.mp4", name)
+    named = re.fullmatch(r"\d+_(.+)_s([\d.]+)_e([\d.]+)\.mp4", name)
+    named = named or re.fullmatch(r"(.+)_([\d.]+)_([\d.]+)\.mp4", name)
     video = row.get("video") or (row.get("videos") or [row.get("path")])[0]
-    start, end = (next((row[k] for k in (key, f"video_{key}") if row.get(k) is not None), None) for key in ("start", "end"))
+    start, end = (row.get(key, row.get(f"video_{key}")) for key in ("start", "end"))
     if named and end is None:
-        return index.get(named[1], os.path.join(root, f"{named[1]}.mp4")), float(named[2]), float(named[3]), name
+        source = index.get(named[1], os.path.join(root, f"{named[1]}.mp4"))
+        return source, float(named[2]), float(named[3]), name
     if not isinstance(video, str) or end is None:
         raise DataError("names no segment: needs video, start and end, or a path like ID_START_END.mp4")
-    start = float(start or 0)
-    return os.path.join(root, video), start, float(end), row.get("clip_name") or f"{Path(video).stem}_{start:.3f}_{float(end):.3f}.mp4"
+    start, end = float(start or 0), float(end)
+    name = row.get("clip_name") or f"{Path(video).stem}_{start:.3f}_{end:.3f}.mp4"
+    return os.path.join(root, video), start, end, name
 
 def show_probes(args, loader, processor):
-    answers = ask_all(loader, "probe", [{"kind": "image" if f.lower().endswith(IMAGE_SUFFIXES) else "video", "path": f} for f in args.data], "opening")
+    kinds = {f: "image" if f.lower().endswith(IMAGE_SUFFIXES) else "video" for f in args.data}
+    answers = ask_all(loader, "probe", [{"kind": kind, "path": f} for f, kind in kinds.items()], "opening")
     for found in answers.values():
         if isinstance(found, MediaError):
             print(found)
             continue
         try:
             visual, text = count_tokens(found, loader.spec, processor and processor.tokenizer)
-            size, n = (found["done"][-2:], len(found["stamps"])) if "done" in found else (plan_of(found, loader.spec)[1], len(plan_of(found, loader.spec)[0]))
+            taken, size, _ = ([], found["done"][-2:], 0) if "done" in found else plan_of(found, loader.spec)
         except ValueError as error:
             print(f"{found['path']}: {error}")
             continue
         if "codec" in found:
-            print(f"{found['path']}: {found['codec']}, {found['width']}x{found['height']}, {found['frames']} frames, {found['fps']:.3f} fps"
-                  f"{' (variable)' * found['vfr']}, {found['duration']:.2f} s, rotation {found['rotation']}, read by {found['decoder']}")
-        print(f"{found['path']}: sampled {n} frames of {size[1]}x{size[0]}: {visual} visual + {text} text tokens")
+            print("{path}: {codec}, {width}x{height}, {frames} frames, {fps:.3f} fps{variable}, "
+                  "{duration:.2f} s, rotation {rotation}, read by {decoder}".format(
+                      variable=" (variable)" * found["vfr"], **found))
+        cost = f"{visual} visual + {text} text tokens"
+        print(f"{found['path']}: {len(taken)} frames of {size[1]}x{size[0]}, {cost}")
     return 1 if any(isinstance(found, MediaError) for found in answers.values()) else 0
 
 def show_tokens(args, loader, processor):
     prompts = load_prompts()
-    rows = survey(load_records(args.data, args.data_root, prompts), loader, prompts, processor, args.form, args.max_prompt_length)
+    records = load_records(args.data, args.data_root, prompts)
+    rows = survey(records, loader, prompts, processor, args.form, args.max_prompt_length)
     totals = np.array([visual + text for _, visual, text, _, _ in rows])
-    for name, values in (("visual", [r[1] for r in rows]), ("text", [r[2] for r in rows]), ("prompt", totals)):
+    columns = {"visual": [row[1] for row in rows], "text": [row[2] for row in rows], "prompt": totals}
+    for name, values in columns.items():
         low, mid, high, most = np.percentile(values, [0, 50, 95, 100]).astype(int)
-        print(f"{name:>7} tokens: least {low}, median {mid}, 95 % {high}, most {most}, sum {int(np.sum(values))}")
+        print(f"{name:>7} tokens: least {low}, median {mid}, 95 % {high}, most {most}, sum {sum(values)}")
     counts, edges = np.histogram(totals, 12)
     for n, left, right in zip(counts, edges, edges[1:]):
         print(f"{int(left):>8}-{int(right):<8} {'#' * math.ceil(50 * n / counts.max())} {n}")
-    clips = {p["path"] if isinstance(p["path"], str) else p["path"][0]: p for r in rows for p in r[4] if isinstance(p, dict) and "times" in p}
+    clips = {str(p["path"]): p for r in rows for p in r[4] if isinstance(p, dict) and "times" in p}
     frames = [(len(i), *size) for i, size, _ in (plan_of(p, loader.spec) for p in clips.values())]
     print(f"cache: {len(clips)} clips, {sum(3 * n * h * w for n, h, w in frames) / 1e9:.2f} GB")
     if args.model:
         text = args.config.get_text_config()
-        print(f"activations of the longest prompt, one checkpoint per layer in bf16: {2 * int(totals.max()) * text.hidden_size * text.num_hidden_layers / 1e9:.2f} GB")
+        size = 2 * int(totals.max()) * text.hidden_size * text.num_hidden_layers  # bytes in bf16
+        print(f"activations of the longest prompt, one checkpoint per layer: {size / 1e9:.3f} GB")
     worst = max(rows, key=lambda r: r[1] + r[2])
     over = [f"{record['where']}: {reason}" for record, _, _, reason, _ in rows if reason]
     print(*over[:20], f"{len(over)} of {len(rows)} samples cannot be used as they are", sep="\n")
     if worst[3] and len(worst[4]) == 1 and isinstance(worst[4][0], dict) and "times" in worst[4][0]:
-        fit = fit_budget(args.max_prompt_length - worst[2], worst[4][0], loader.spec, processor and processor.tokenizer)
-        print(f"the longest fits with --max-pixels {fit.max_pixels} --min-pixels {fit.min_pixels} --max-frames {fit.nframes}")
+        _, stamps_ = count_tokens(worst[4][0], loader.spec, processor and processor.tokenizer)
+        left = args.max_prompt_length - worst[2] + stamps_
+        fit = fit_budget(left, worst[4][0], loader.spec, processor and processor.tokenizer)
+        print(f"the longest fits with --max-pixels {fit.max_pixels} --min-pixels {fit.min_pixels}"
+              f" --max-frames {fit.nframes} --min-frames {min(loader.spec.min_frames, fit.nframes)}")
     return 0
 
 def check_data(args, loader, processor):
@@ -992,22 +1045,27 @@ def check_data(args, loader, processor):
     problems += [f"{record['where']}: {reason}" for record, _, _, reason, _ in rows if reason]
     good = [source[record["where"]] for record, _, _, reason, _ in rows if not reason]
     clean = Path(args.data).with_suffix(".clean.jsonl")
-    write_atomic(clean, lambda temp: temp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in good), encoding="utf-8"))
-    print(*problems, f"{len(source)} records = {len(good)} good, in {clean} + {len(source) - len(good)} left out", sep="\n")
+    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in good)
+    write_atomic(clean, lambda temp: temp.write_text(text, encoding="utf-8"))
+    left = len(source) - len(good)
+    print(*problems, f"{len(source)} records = {len(good)} good, in {clean} + {left} left out", sep="\n")
     return 1 if problems else 0
 
 def fill_cache(args, loader, processor):
-    items = [item for record in load_records(args.data, args.data_root) for item in media_items(record) if item["kind"] == "video"]
+    records = load_records(args.data, args.data_root)
+    items = [item for record in records for item in media_items(record) if item["kind"] == "video"]
     answers = ask_all(loader, "load", items, "caching", args.cache_dir)
     bad = [answer for answer in answers.values() if isinstance(answer, MediaError)]
     size = sum(answer["bytes"] for answer in answers.values() if isinstance(answer, dict))
-    print(f"{len(answers)} clips = {len(answers) - len(bad)} in {args.cache_dir} ({size / 1e9:.2f} GB) + {len(bad)} failed")
+    good = len(answers) - len(bad)
+    print(f"{len(answers)} clips = {good} in {args.cache_dir} ({size / 1e9:.2f} GB) + {len(bad)} failed")
     print(*bad[:20], f"all failures: {args.bad_file}" * bool(bad), sep="\n")
     return 1 if bad else 0
 
 def cut_data(args, loader, processor):
     root = os.path.abspath(args.data_root or Path(args.data).parent)
-    index = {p.stem: str(p) for p in sorted(Path(root).rglob("*")) if p.suffix.lower() in (".mp4", ".avi", ".mkv", ".mov", ".webm")}
+    suffixes = (".mp4", ".avi", ".mkv", ".mov", ".webm")
+    index = {p.stem: str(p) for p in sorted(Path(root).rglob("*")) if p.suffix.lower() in suffixes}
     items, faults, done = [], [], 0
     for line, row in read_rows(args.data):
         try:
@@ -1021,44 +1079,49 @@ def cut_data(args, loader, processor):
         done += os.path.exists(dst)
     answers = ask_all(loader, "cut", items, "cutting")
     faults += [str(answer) for answer in answers.values() if isinstance(answer, MediaError)]
-    print(*faults[:20], f"{len(answers)} segments cut or tried, {done} records had theirs, {len(faults)} failures", sep="\n")
+    total = f"{len(answers)} segments cut or tried, {done} records had theirs, {len(faults)} failures"
+    print(*faults[:20], total, sep="\n")
     return 1 if faults else 0
 
 COMMANDS = {"probe": (show_probes, "Shows what files are and what would be sampled from them."),
-            "tokens": (show_tokens, "Shows what the data costs in tokens, memory and cache. Decodes nothing."),
-            "check": (check_data, "Opens every clip, lists what is broken or over budget, writes DATA.clean.jsonl."),
+            "tokens": (show_tokens, "Shows what the data costs in tokens and memory. Decodes nothing."),
+            "check": (check_data, "Opens every clip, lists bad and too long ones, writes DATA.clean.jsonl."),
             "cache": (fill_cache, "Decodes every clip into the cache. Stop and start it as you like."),
-            "clip": (cut_data, "Cuts segments: names of ODV-Bench and LiveSports, or records with video, start, end.")}
+            "clip": (cut_data, "Cuts segments: ODV-Bench and LiveSports names, or video, start, end.")}
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Each command has its own --help.")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="See COMMAND --help.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, teach) in COMMANDS.items():
-        sub = commands.add_parser(name, help=teach, description=teach, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        sub.add_argument("data", nargs="+" if name == "probe" else None, help="media files" if name == "probe" else "JSON, JSONL or parquet")
+        sub = commands.add_parser(name, help=teach, description=teach,
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        add = sub.add_argument
+        add("data", nargs="+" if name == "probe" else None, help="media files or a data file")
         if name == "clip":
-            sub.add_argument("out", help="folder for the clips")
-            sub.add_argument("--copy", action="store_true", help="copy the stream: fast, but starts at the key frame before")
-        sub.add_argument("--data-root", help="where relative paths start; else the folder of the data file")
-        sub.add_argument("--model", help="model folder: its patch sizes and tokenizer make counts exact")
-        sub.add_argument("--max-prompt-length", type=int, default=32768, help="tokens; longer prompts are dropped, never truncated")
-        sub.add_argument("--form", default="reason", choices=["reason", "direct"], help="form of configs/prompts.yaml")
-        sub.add_argument("--workers", type=int, default=os.cpu_count(), help="decoding processes")
-        sub.add_argument("--timeout", type=float, default=600.0 if name == "clip" else 60.0, help="seconds per file, then its worker is killed")
-        sub.add_argument("--cache-dir", required=name == "cache", help="folder of the frame cache")
-        sub.add_argument("--cache-gb", type=float, help="size limit: the least recently used clips go first")
-        sub.add_argument("--bad-file", default="bad_videos.jsonl", help="failed files are appended here with the reason")
+            add("out", help="folder for the clips")
+            add("--copy", action="store_true", help="fast stream copy that starts at the key frame before")
+        add("--data-root", help="where relative paths start; else the folder of the data file")
+        add("--model", help="model folder: its patch sizes and tokenizer make counts exact")
+        add("--max-prompt-length", type=int, default=32768, help="tokens; longer prompts are left out")
+        add("--form", default="reason", choices=["reason", "direct"], help="form of configs/prompts.yaml")
+        add("--workers", type=int, default=os.cpu_count(), help="decoding processes")
+        add("--timeout", type=float, default=600.0 if name == "clip" else 60.0, help="seconds per file")
+        add("--cache-dir", required=name == "cache", help="folder of the frame cache")
+        add("--cache-gb", type=float, help="size limit: the least recently used clips go first")
+        add("--bad-file", default="bad_videos.jsonl", help="failed files are appended here with the reason")
         for f in fields(MediaSpec):
             kind = {"fps": float, "timestamps": str}.get(f.name, int)
-            sub.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, help="see MediaSpec in video_io.py")
+            add("--" + f.name.replace("_", "-"), type=kind, default=f.default, help="see MediaSpec")
     args, loader = parser.parse_args(), None
     try:
         settings, processor = {f.name: getattr(args, f.name) for f in fields(MediaSpec)}, None
         if args.model:
             from transformers import AutoConfig
             processor, args.config = load_processor(args.model), AutoConfig.from_pretrained(args.model)
-            settings |= {k: v for k, v in asdict(media_spec(args.config)).items() if k.endswith(("patch_size", "merge_size"))}
-        loader = MediaLoader(MediaSpec(**settings), args.workers, args.timeout, args.cache_dir, "prefer_cache", args.bad_file, args.cache_gb)
+            sizes = asdict(media_spec(args.config))
+            settings |= {name: sizes[name] for name in ("patch_size", "merge_size", "temporal_patch_size")}
+        loader = MediaLoader(MediaSpec(**settings), args.workers, args.timeout, args.cache_dir,
+                             bad_file=args.bad_file, cache_gb=args.cache_gb)
         return COMMANDS[args.command][0](args, loader, processor)
     except DataError as error:
         print(error, file=sys.stderr)
