@@ -1,20 +1,20 @@
 """Score answers: one scorer for training, validation, evaluate.py and this command.
 
-    python rewards.py responses.jsonl                     # accuracy, format, invalid, truncated per problem type
+    python rewards.py responses.jsonl                     # accuracy, format, invalid, truncated per type
     python rewards.py responses.jsonl --out scored.jsonl  # every response with its scores
     python rewards.py responses.jsonl --show wrong 5      # print examples: ok | wrong | invalid | truncated
     python rewards.py responses.jsonl --explain 3         # response 3: what was read, and by which rule
 
-A row is a record (problem, answer or solution, problem_type, options ...) with `response` or `responses`, as in
-training's rollouts/step_*.jsonl. score(record, response) returns
+A row is a record (problem, answer or solution, problem_type, options ...) with `response` or `responses`, as
+in training's rollouts/step_*.jsonl. score(record, response) returns
     accuracy    0..1, its meaning is said beside each problem type's function below
     format      1 = a closed <answer> tag, its content of the type's form; 0.5 = tag, other content; 0 = none
     overlong, repetition   -1..0, present only when switched on
     overall     accuracy_weight * accuracy + format_weight * format + the weighted penalties
     prediction  what was read;  method  the rule that read it
-    status      ok (accuracy > 0) | wrong (read, accuracy 0) | invalid (unreadable) | truncated (inside <think>)
-Nothing is guessed or drawn: what cannot be read is `invalid` and counted. Patterns are linear in the text; what
-may hang all the same (math, code, custom rewards) runs in a worker that is killed at the time limit.
+    status      ok (accuracy > 0) | wrong (read, accuracy 0) | invalid (unreadable) | truncated (in <think>)
+Nothing is guessed or drawn: what cannot be read is `invalid` and counted. Patterns are linear in the text;
+what may hang all the same (math, code, custom rewards) runs in a worker that is killed at the time limit.
 """
 import argparse, ast, bisect, difflib, faulthandler, functools, importlib.util, json, logging, math, os, re
 import resource, signal, subprocess, sys, tempfile, time, unicodedata
@@ -56,7 +56,7 @@ def library(module: str, package: str):
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise RewardError(f"scoring this problem type needs {package}: pip install {package} ({error})") from None
+        raise RewardError(f"scoring this type needs {package}: pip install {package} ({error})") from None
 
 # ---------------------------------------------------------------- the answer inside the response
 
@@ -112,25 +112,26 @@ def phrase(text: str) -> str:
 # What may stand right before or after a declared label; matched in windows of 60 and 40 characters around it.
 FILL = (r"(?:[\W_]|\b(?:is|was|be|would|should|must|will|are|the|an?|option|choice|letter|answer|most|likely|"
         r"probably|clearly|definitely|still|now|number|response)\b|[是为应该选择项])*$")
-CUE = re.compile(r"(?:\b(?:ans|response|it is|it's|it must be|choose|pick|select|go with|go for|i say|i'd say|so|"
-                 r"thus|therefore|hence|finally|i prefer|not [A-Z],? but)\b|\b(?:answer\b|(?:option|choice|verdict)\b(?="
-                 r".*\b(?:is|be)\b))(?:[^.\n]{0,40}\b(?:is|be)\b)?|\b[^\W_]+\s*[:=]|[=-]>|→|⇒|答案|(?<!不)选|(?<!不)是)"
-                 + FILL, re.I)
+CUE = re.compile(
+    r"(?:\b(?:ans|response|it is|it's|must be|choose|pick|select|prefer|go with|go for|i say|i'd say|think|"
+    r"believe|guess|so|thus|therefore|hence|finally|not [A-Z],? but)\b|"
+    r"\b(?:answer\b|(?:option|choice|verdict)\b(?=.*\b(?:is|be)\b))(?:[^.\n]{0,40}\b(?:is|be)\b)?|"
+    r"\b[^\W_]+\s*[:=]|[=-]>|→|⇒|答案|(?<!不)[选是])" + FILL, re.I)
 NOT_BEFORE = re.compile(r"(?:\b(?:not|never|neither|nor|no|than|instead of)|n't|不是?|不选|排除|而非)"
                         r"(?:[\s\"'(]|\b(?:an?|the|option|choice|选项)\b)*$", re.I)
-RIGHT = re.compile(r"[)\]\"'.]*\s*(?:(?:is|are|would be|must be|seems|looks)\s+(?:to be\s+)?(?:(?:the|most|only|"
-                   r"clearly|my)\s+)*(?:correct|right|best|true|final|answer|better|preferred|superior|likely)\b|"
-                   r"wins\b|(?:选项)?(?:才?是|为)?\s*(?:正确|对的|答案|更好))", re.I)
+RIGHT = re.compile(r"[)\]\"'.]*\s*(?:(?:is|are|would be|must be|seems|looks) (?:(?:to be|the|most|only|my) )*"
+                   r"(?:correct|right|best|true|final|answer|better|preferred|superior|likely)\b|wins\b|"
+                   r"(?:选项)?(?:才?是|为)?\s*(?:正确|对的|答案|更好))", re.I)
 WRONG = re.compile(r"[)\]\"'.]*\s*(?:(?:is|are|seems|looks|can't be|cannot be)\s+(?:\w+ly\s+)?(?:not|wrong|"
                    r"incorrect|false|ruled|out|worse|inferior)\b|isn't\b|是?[错不])", re.I)
 AND = r"[)\].\"']*\s*(?:{}\b(?:or|and|to)\b|和|或|以及)\s*(?:(?:and|or|maybe|option)\s+)*[(\[\"']*"
 JOIN, BOTH = re.compile(AND.format("[,/&+~、|-]|"), re.I), re.compile(AND.format(""), re.I)
-OPENS = re.compile(r"(?:[\W_]|option|choice|选项|选)*", re.I)
+OPENS = re.compile(r"(?:[\W_]|option|choice|definitely|probably|clearly|likely|选项|选)*", re.I)
 ALONE = re.compile(r"[)\]]|\s*(?:[.:,、。;-]|$|\n)|\s+(?:rather|instead|because|since)\b")
 
 def decide(text: str, mentions: list[tuple]) -> tuple[str, str]:
-    """(label, method) that a text settles on: the last declared one, else one that opens a line, else the only one.
-    mentions: (start, end, label, free); one that is not free (a letter, "no") counts if declared or opening only."""
+    """(label, method) a text settles on: the last one declared, else one that opens a line, else the only.
+    mentions: (start, end, label, free); what is not free (a letter, "no") has to be declared or opening."""
     kept = []
     for mention in sorted(mentions, key=lambda m: (m[0], -m[1])):
         if not kept or mention[1] > kept[-1][1]:              # not inside a longer one
@@ -154,7 +155,7 @@ def decide(text: str, mentions: list[tuple]) -> tuple[str, str]:
             if CUE.search(before) or RIGHT.match(after):
                 return settle(i, "declared")
             line = text[text.rfind("\n", 0, start) + 1:start][-40:]
-            last = re.search(r"[.!?。]\s+[\W_]*$", before) and not after.strip(" .)*\n")
+            last = re.search(r"(?:[.!?。]\s+[\W_]*|\()$", before) and not after.strip(" .)*\n")
             if (OPENS.fullmatch(line) or last) and (free or ALONE.match(after)):
                 opening.append(i)
             if free:
@@ -187,7 +188,7 @@ def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
     if len(same) == 1:
         return same[0], "option text"
     # "A man", "I think": words, not letters, unless the sentence goes on about the letter.
-    letters = re.finditer(r"(?<![A-Za-z0-9])(?:[B-HJ-Z]|[AI](?!\s+(?!(?:because|since|as|and|but|or|due|based|is|"
+    letters = re.finditer(r"(?<![A-Za-z0-9])(?:[B-HJ-Z]|[AI](?!\s+(?!(?:because|since|as|and|but|or|due|is|"
                           r"in|for|from|seems|with)\b)[a-z]))(?![A-Za-z0-9]|'\w)", text)
     mentions = [(*m.span(), m[0], False) for m in letters if m[0] in texts]
     for option in set(texts.values()):
@@ -200,23 +201,24 @@ def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
         raise NoAnswer(f"text of several options ({letter})")
     return letter, method
 
-YES = re.compile(r"\b(?:yes|true|correct|right|not (?:false|wrong))\b|(?<!\w)(?:是|对|真)的?(?!\w)|(?<!不)正确", re.I)
-NO = re.compile(r"\b(?:no|false|incorrect|wrong|untrue|not (?:true|correct|right))\b|n't (?:true|correct|right)|"
+YES = re.compile(r"\b(?:yes|true|correct|right|not (?:false|wrong))\b|(?<!\w)[是对真]的?(?!\w)|(?<!不)正确", re.I)
+NO = re.compile(r"\b(?:no|false|incorrect|wrong|untrue)\b|(?:\bnot|n't) (?:true|correct|right)\b|"
                 r"(?<!\w)(?:否|没有|错误?|假)的?(?!\w)|不是的?(?!\w)|不对|不正确", re.I)
 
 def read_boolean(text: str, record: dict, *_) -> tuple[str, str]:
-    """yes or no. Binary classification also knows `options`, and other labels, which must match as a whole."""
+    """yes or no. Binary classification also has `options`, or other labels, which must match as a whole."""
     gold, text = phrase(gold_text(record)), plain(text)
     if record.get("options"):
         return read_choice(text, record)
     if whole := re.fullmatch(r"\W*([ynft])\W*", text, re.I):
         return ("yes" if whole[1].lower() in "yt" else "no"), "letter"
-    if "class" in record["problem_type"] and not re.fullmatch(f"[yntf]|{YES.pattern}|{NO.pattern}", gold):
+    yes_or_no = re.fullmatch(f"[yntf]|{YES.pattern}|{NO.pattern}", gold)
+    if "class" in record["problem_type"].lower() and not yes_or_no:
         return short_answer(text, gold), "label"
     return decide(text, [(*m.span(), "yes", True) for m in YES.finditer(text)] + [
         (*m.span(), "no", m[0].lower() != "no" or not m.start()) for m in NO.finditer(text)])
 
-SIDE = r"(?:(?:response|answer|model|assistant|caption|candidate|output)\s*#?\s*(?:{0})\b|\b{1}\b|\[\[{2}\]\])"
+SIDE = r"(?:response|answer|model|assistant|caption|candidate|output)\s*#?\s*(?:{0})\b|\b{1}\b|\[\[{2}\]\]"
 SIDES = {"1": SIDE.format("1|a|one", "first", "a"), "2": SIDE.format("2|b|two", "second", "b"),
          "tie": r"\b(?:tied?|draw|equal|equally|neither|both|the same)\b|\[\[c\]\]|平局"}
 
@@ -226,37 +228,39 @@ def read_preference(text: str, record: dict, *_) -> tuple[str, str]:
         return read_choice(text, record)
     if whole := re.fullmatch(r"[\W_]*([abc012])[\W_]*", text := plain(text), re.I):
         return {"a": "1", "b": "2", "c": "tie", "0": "tie"}.get(whole[1].lower(), whole[1]), "letter"
-    return decide(text, [(*m.span(), side, True) for side, spelled in SIDES.items() for m in re.finditer(
-        spelled, text, re.I)] + [(*m.span(), "12"["AB".index(m[0])], False) for m in re.finditer(r"\b[AB]\b", text)])
+    found = [(*m.span(), side, True) for side in SIDES for m in re.finditer(SIDES[side], text, re.I)]
+    letters = [(*m.span(), {"A": "1", "B": "2"}[m[0]], False) for m in re.finditer(r"\b[AB]\b", text)]
+    return decide(text, found + letters)
 
 def equal(prediction, gold, *_) -> float:
     return float(prediction == gold)
 
 # ---------------------------------------------------------------- numbers
 
-VALUES = dict(zip("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-                  "sixteen seventeen eighteen nineteen".split(), range(20)))
+VALUES = dict(zip("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+                  "fifteen sixteen seventeen eighteen nineteen".split(), range(20)))
 VALUES |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
 VALUES |= dict(zip("零一二三四五六七八九〇两", [*range(10), 0, 2]))
 SCALES = {"hundred": 100, "dozen": 12, "thousand": 10**3, "million": 10**6} | dict(
     zip("十百千万亿", (10, 100, 1000, 10**4, 10**8)))
-WORD = "(?:" + "|".join(sorted((word for word in VALUES | SCALES if word.isascii()), key=len, reverse=True)) + ")"
+WORD = "(?:" + "|".join(sorted((word for word in VALUES | SCALES if word.isascii()), key=len)[::-1]) + ")"
 HANZI = "[" + "".join(word for word in VALUES | SCALES if not word.isascii()) + "]"
 NUMBER_WORDS = re.compile(rf"\b(?:a (?={WORD}))?{WORD}(?:(?:\s+and\s+|\s+|-){WORD})*\b(?!\s+of\b)|"
                           rf"(?<!第){HANZI}+(?![共直样些起定下般切])", re.I)
 NUMBER = r"(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?"
 QUANTITY = re.compile(
-    rf"(?<![A-Za-z_^\d])(?<!\d\.)(?P<sign>(?<![\d)%A-Za-z])-\s?)?(?:(?P<whole>\d+)\s+(?=\d+\s?/))?(?P<top>{NUMBER})"
-    rf"(?:\s?/\s?(?P<low>{NUMBER}))?(?:\^\{{?(?P<power>[-+]?\d+)\}}?)?(?P<percent>\s?(?:%|per\s?cent\b))?", re.I)
+    rf"(?<![A-Za-z_^\d])(?<!\d\.)(?P<sign>(?<![\d)%A-Za-z])-\s?)?(?:(?P<whole>\d+)\s+(?=\d+\s?/))?"
+    rf"(?P<top>{NUMBER})(?:\s?/\s?(?P<low>{NUMBER}))?(?:\^\{{?(?P<power>[-+]?\d+)\}}?)?"
+    r"(?P<percent>\s?(?:%|per\s?cent\b))?", re.I)
 CUES = (("declared", re.compile(r"\b(?:answer|result|final(?:ly)?)\b|答案", re.I)),
-        ("concluded", re.compile(r"[=≈]|\b(?:so|thus|therefore|hence|makes|making|totals?|equals?)\b|[总一]共|所以", re.I)),
+        ("concluded", re.compile(r"[=≈]|\b(?:so|thus|therefore|hence|making|total|equals)\b|[总一]共|所以", re.I)),
         ("last sentence", re.compile(r"[.!?。]\s|\n")))
-ALSO = re.compile(r"\s*(?:[a-z]+\s*)?(?:\b(?:or|to|through)\b|[-~/:±至到或])\W*|\s*(?:\band\b|[,;+x*·^、和])?\s*", re.I)
+ALSO = re.compile(r"\s*(?:[a-z]+\s*)?(?:\b(?:or|to)\b|[-~/:±至到或])\W*|\s*(?:\band\b|[,;+x*·^、和])?\s*", re.I)
 
 def words_value(match) -> str:
     total = 0
     for word in re.findall(f"{WORD}|{HANZI}", match[0].lower()):
-        if scale := SCALES.get(word):          # multiplies what is smaller than itself: 2 thousand 3 | hundred
+        if scale := SCALES.get(word):          # multiplies what is smaller: 2 thousand 3 | hundred
             total += max(total % scale, 1) * scale - total % scale
         else:
             total += VALUES[word]
@@ -282,8 +286,8 @@ def quantity(match) -> float:
         return math.nan
 
 def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
-    """((value, has a percent sign), method): the number after the last "answer", else after the last "so", "=",
-    "total", else the first of the last sentence that has one. Ranges, alternatives, open sums are hedges."""
+    """((value, has a percent sign), method): the number after the last "answer", else after the last "so" or
+    "total", else the first of the last sentence that has one. Ranges, alternatives, sums are hedges."""
     text = digits(re.sub(r"(?<![\d.,])\d{1,3}(?:(?:,\d{3})+(?![,\d])|(?: \d{3})+(?![\d,/]))",
                          lambda match: re.sub("[, ]", "", match[0]), plain(text)))       # 1,234 and 1 234
     if re.fullmatch(r"\W*(?:none|no|nil|nothing|没有|无)\W*", text, re.I):
@@ -310,14 +314,14 @@ def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     return (value, bool(found[i]["percent"])), method
 
 def same_number(prediction, gold, *_) -> float:
-    """1 if equal after rounding to 2 decimals (1 % for |gold| < .01). 50% is .5, and 50 if the gold has no sign."""
+    """1 if equal after rounding to 2 decimals (to 1 % below .01). 50% is .5, and 50 if the gold has no %."""
     (p, p_percent), (g, g_percent) = prediction, gold
     pairs = [(p, g)] + [(p / 100, g) if p_percent else (p, g / 100)] * (p_percent != g_percent)
     return float(any(math.isclose(a, b, rel_tol=0.01) if 0 < abs(b) < 0.01 else round(a, 2) == round(b, 2)
                      for a, b in pairs))
 
 def relative_accuracy(prediction, gold, *_) -> float:
-    """MRA (VSI-Bench): share of the ten thresholds t = .5 ... .95 (numpy.linspace) with |p - g| / |g| <= 1 - t."""
+    """MRA (VSI-Bench): share of t in numpy.linspace(.5, .95, 10) with |p - g| / |g| <= 1 - t."""
     p, g = prediction[0], gold[0]
     error = abs(p - g) / abs(g) if g else 0.0 if p == g else math.inf
     return sum(error <= 1 - t for t in [*(0.5 + i * ((0.95 - 0.5) / 9) for i in range(9)), 0.95]) / 10
@@ -332,7 +336,8 @@ def json_values(text: str) -> list:
             start, depth = start if depth else match.start(), depth + 1
         elif match[0] in "}]" and depth:
             depth -= 1
-            for candidate in (text[start:match.end()], text[start:match.end()].replace("'", '"')) if not depth else ():
+            span = text[start:match.end()] if depth == 0 else ""
+            for candidate in (span, span.replace("'", '"')) if span else ():
                 try:
                     values.append(json.loads(candidate))
                     break
@@ -349,32 +354,35 @@ def json_object(text: str) -> dict:
     return objects[-1]
 
 def numbers(value, keys, depth=0) -> list[float]:
-    """Numbers of a JSON value in order, as numbers or in strings; of an object, only of the fields whose names
-    match `keys` where any does."""
+    """Numbers of a JSON value (or in its strings) in order; of an object, only those of the fields with names
+    that match `keys`, where any does."""
     if isinstance(value, dict):
         value = [value[key] for key in value if keys.search(key)] or list(value.values())
     if isinstance(value, list) and depth < 9:
         return [number for item in value for number in numbers(item, keys, depth + 1)]
-    found = [float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?|(?<=\d-)\d+(?:\.\d+)?", str(value))]
+    found = [float(n) for n in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?|(?<=\d-)\d+(?:\.\d+)?", str(value))]
     if not found and not isinstance(value, str) or any(abs(number) > 1e9 for number in found):
         raise NoAnswer(f"not a number: {str(value)[:40]}")          # NaN, null, true, nested too deep
     return found
 
 CLOCK = re.compile(r"(?<![\d.:])(?:(\d+):)?(\d+):(\d+(?:[.,]\d+)?)(?![\d:])")
-AMOUNT = r"(?:(\d+(?:\.\d+)?)\s?(?:{}))"
-SPELLED = re.compile(rf"(?<![A-Za-z\d.])(?=\d){AMOUNT.format('hours?|hrs?|h|小时')}?\s?{AMOUNT.format('minutes?|mins?|m|分钟?')}?\s?"
-                     rf"(?:and )?{AMOUNT.format('seconds?|secs?|s|秒|(?:st|nd|rd|th)')}?(?![a-z])", re.I)
+AMOUNT = r"(?:(\d+(?:\.\d+)?)\s?(?:{}))?\s?"
+SPELLED = re.compile(r"(?<![A-Za-z\d.])(?=\d)" + AMOUNT.format("hours?|hrs?|h|小时")
+                     + AMOUNT.format("minutes?|mins?|m|分钟?") + "(?:and )?"
+                     + AMOUNT.format("seconds?|secs?|s|秒|st|nd|rd|th") + "(?![a-z])", re.I)
 TO = re.compile(r"[\s<>\"'(\[\])]*(?:\b(?:to|and|until|till|through)\b|-+>?|~|→|至|到|,|和)"
                 r"(?:[\s<>\"'(\[\])第=]|\b(?:the|about|around|approximately|second|timestamp|at|t)\b)*", re.I)
-START, END = re.compile(r"\b(?:start|begin|from)|开始|从", re.I), re.compile(r"\b(?:end|stop|finish|until|to\b)|结束|到", re.I)
+START = re.compile(r"\b(?:start|begin|from)|开始|从", re.I)
+END = re.compile(r"\b(?:end|stop|finish|until|to\b)|结束|到", re.I)
 TIME_KEY = re.compile("time|window|interval|segment|span|moment|start|begin|from|end|stop|^to$", re.I)
 
 def in_seconds(text: str) -> str:
-    """Every time as a plain number of seconds: 1:07, 00:01:07,5, 1 min 7 s, 7 s, seven seconds, 1 to 2 minutes."""
+    """Every time as a plain number of seconds: 1:07, 00:01:07,5, 1 min 7 s, seven seconds, 1 to 2 minutes."""
     total = lambda match: str(sum(float((part or "0").replace(",", ".")) * scale
                                   for part, scale in zip(match.groups(), (3600, 60, 1))))
-    text = re.sub(r"(?<![\d.])(\d+(?:\.\d+)?)(\s?(?:-|to|and|到|至)\s?\d+(?:\.\d+)? ?(min|hour|分|小时))", r"\1 \3 \2", text)
-    return SPELLED.sub(lambda match: total(match) if any(match.groups()) else match[0], digits(CLOCK.sub(total, text)))
+    text = re.sub(r"(?<![\d.])([\d.]+)(\s?(?:-|to|and|到|至)\s?[\d.]+ ?(min|hour|分|小时))", r"\1 \3 \2", text)
+    text = digits(CLOCK.sub(total, text))
+    return SPELLED.sub(lambda match: total(match) if any(match.groups()) else match[0], text)
 
 def read_spans(text: str, *_) -> tuple[list, str]:
     """([(start, end)] in seconds, ends sorted, method). JSON first; in prose the last range wins."""
@@ -387,9 +395,9 @@ def read_spans(text: str, *_) -> tuple[list, str]:
             raise NoAnswer("no pair of times in the JSON")
     tokens = list(re.finditer(r"(?<![A-Za-z\d.])\d+(?:\.\d+)?", text))[-200:]
     for first, second in zip(tokens[-2::-1], tokens[:0:-1]):
-        before, between = text[max(0, first.start() - 60):first.start()], text[first.end():second.start()][:80]
-        only = len(tokens) == 2 and not re.search(r"\w", between)
-        if only or TO.fullmatch(between) and between.strip() != "," or START.search(before) and END.search(between):
+        before, gap = text[max(0, first.start() - 60):first.start()], text[first.end():second.start()][:80]
+        only = len(tokens) == 2 and not re.search(r"\w", gap)
+        if only or TO.fullmatch(gap) and gap.strip() != "," or START.search(before) and END.search(gap):
             return disjoint([(float(first[0]), float(second[0]))]), "range in prose"
     raise NoAnswer("no range of times")
 
@@ -417,7 +425,7 @@ def box_scale(record: dict, settings: RewardSettings) -> tuple[float, float]:
         return 1.0, 1.0
     sizes = {"0-1000": (1000, 1000), "0-1": (1, 1), "pixels": (record.get("width"), record.get("height"))}
     if any(space not in sizes or not all(sizes[space]) for space in spaces):
-        raise ValueError(f"box_space {spaces}: choose pixels (with the record's `width`, `height`), 0-1000 or 0-1")
+        raise ValueError(f"box_space {spaces}: choose pixels (with the record's width, height), 0-1000, 0-1")
     return tuple(gold / answer for gold, answer in zip(sizes[spaces[0]], sizes[spaces[1]]))
 
 def boxes_of(value, scale) -> list[tuple]:
@@ -456,10 +464,11 @@ def read_tube(text: str, record: dict, scale=(1, 1)) -> tuple[tuple, str]:
     return (windows, boxes), "JSON"
 
 def mean_box_iou(prediction: dict, gold: dict, when) -> float:
-    return sum(box_iou(prediction[t], gold[t]) for t in when if t in prediction and t in gold) / max(len(when), 1)
+    shared = [box_iou(prediction[t], gold[t]) for t in when if t in prediction and t in gold]
+    return sum(shared) / max(len(when), 1)
 
 def tube_iou(prediction, gold, *_) -> float:
-    """.5 temporal IoU + .5 box IoU over the seconds of gold or prediction; temporal alone if the gold has no box."""
+    """.5 temporal IoU + .5 box IoU over the seconds of either; temporal alone if the gold has no box."""
     time_iou, boxes = span_iou(prediction[0], gold[0]), (prediction[1], gold[1])
     return 0.5 * time_iou + 0.5 * mean_box_iou(*boxes, {*boxes[0], *boxes[1]}) if gold[1] else time_iou
 
@@ -468,12 +477,13 @@ def track_iou(prediction, gold, *_) -> float:
     return mean_box_iou(prediction[1], gold[1], gold[1])
 
 def read_segments(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
-    """{"boxes": [x1, y1, x2, y2], "positive_points": [[x, y], ...], "negative_points": ..., "time": seconds}."""
+    """{"boxes": [x1, y1, x2, y2], "positive_points": [[x, y], ...], "negative_points": ..., "time": s}."""
     value = json_object(text)
     out = {"box": boxes_of(value.get("boxes", value.get("bbox_2d")), scale)[0], "mask": value.get("mask")}
     for name in ("positive_points", "negative_points", "time"):
         xs = numbers(value.get(name) or [], BOX_KEY)
-        out[name] = xs if name == "time" else [(x * scale[0], y * scale[1]) for x, y in zip(xs[::2], xs[1::2])]
+        points = [(x * scale[0], y * scale[1]) for x, y in zip(xs[::2], xs[1::2])]
+        out[name] = xs if name == "time" else points
     return out, "JSON"
 
 def inside(point, box, mask) -> bool:
@@ -501,8 +511,8 @@ CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 
 def words(text: str) -> list[str]:
     """Lower-case words without outer punctuation; CJK text by character."""
-    found = (word.strip(".,;:!?\"'()[]<>。、") for word in re.findall(rf"[{CJK}]|[^\s{CJK}]+", plain(text).lower()))
-    return [word for word in found if word]
+    found = re.findall(rf"[{CJK}]|[^\s{CJK}]+", plain(text).lower())
+    return [word for word in (word.strip(".,;:!?\"'()[]<>。、") for word in found) if word]
 
 def read_text(text: str, *_) -> tuple[str, str]:
     if not text.strip():
@@ -513,10 +523,12 @@ QUOTING = re.compile(r"(?i)\b(?:reads?|says?|text|signs?|shows?|written|is)\b|[�
 
 def read_ocr(text: str, record: dict, *_) -> tuple[str, str]:
     """The text, or the part that a sentence quotes or announces: The sign reads "STOP"; Text: STOP."""
-    said = re.findall(r"\"([^\"]+)\"|(?<!\w)'([^']+)'(?!\w)", plain(text)) or [re.findall(r"^[^:\n]{1,60}: *(.+)$", plain(text))]
-    quoted = "".join(said[0])
-    if phrase(text) != phrase(gold_text(record)) and len(said) == 1 and QUOTING.search(plain(text).replace(quoted, " ")):
-        return (quoted, "quoted text") if quoted else read_text(text)
+    said = plain(text)
+    quotes = re.findall(r"\"([^\"]+)\"|(?<!\w)'([^']+)'(?!\w)", said)
+    quotes = quotes or re.findall(r"^[^:\n]{1,60}: *(.+)()$", said)
+    quoted = "".join(quotes[0]) if len(quotes) == 1 else ""
+    if quoted and phrase(text) != phrase(gold_text(record)) and QUOTING.search(said.replace(quoted, " ")):
+        return quoted, "quoted text"
     return read_text(text)
 
 def word_accuracy(prediction, gold, *_) -> float:
@@ -544,18 +556,18 @@ def text_similarity(prediction, gold, *_) -> float:
     if len(gold_words) <= 5:
         return float(short_answer(prediction, phrase(gold)) == phrase(gold))
     scores = rouge().score(gold, prediction)
-    # rouge-score's own ROUGE-L fills an n x m table in Python; rapidfuzz finds the same subsequence bit-parallel.
+    # rouge-score's own ROUGE-L fills an n x m table in Python; rapidfuzz finds the same length bit-parallel.
     common = library("rapidfuzz.distance.LCSseq", "rapidfuzz").similarity(gold_words, answer_words)
     longest = 2 * common / (len(gold_words) + len(answer_words))
     return (scores["rouge1"].fmeasure + scores["rouge2"].fmeasure + longest) / 3
 
 @functools.cache
 def math_library():
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)     # warns that its own timeout is off: ours kills
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)     # its own timeout is off: ours kills
     return library("math_verify", "math-verify")
 
-LATEX = str.maketrans({"π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "≤": "\\le ", "≥": "\\ge ", "×": "\\times ",
-                       "·": "\\cdot ", "%": "\\%", "∪": "\\cup ", "±": "\\pm "})
+LATEX = str.maketrans({"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "%": r"\%",
+                       "×": r"\times ", "·": r"\cdot ", "∪": r"\cup ", "±": r"\pm "})
 
 @functools.lru_cache(4096)
 def parsed_math(text: str) -> list:
@@ -570,7 +582,7 @@ def read_math(text: str, record: dict, *_) -> tuple[str, str]:
             return read_choice(text, record)[0], "option"
         except NoAnswer:
             pass
-    method, text = "whole text", re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r" \1", text.strip())
+    method, text = "whole text", re.sub(r"\\(?:text|math)(?:rm|bf)?\s*\{([^{}]*)\}", r" \1", text.strip())
     if cues := list(re.finditer(r"(?i)\banswer(?:\s+is)?\s*[:=]?|答案(?:是|为)?[:：]?", text)):
         method, text = "declared", text[cues[-1].end():].strip().split("\n")[0]
     if dollars := re.findall(r"\$([^$]+)\$", text):
@@ -586,26 +598,28 @@ def same_math(prediction, gold, record, settings) -> float:
     gold = options[gold] if gold in options and prediction not in options else gold
     if " ".join(plain(prediction).lower().split()) == " ".join(plain(gold).lower().split()):
         return 1.0
-    if re.fullmatch(r"\(?[A-Za-z]\)?", gold) or re.search(r"(?<!\\)\b(?!sin|cos|tan|log|sqrt|exp)[A-Za-z]{3,}", gold):
+    if re.search(r"^\(?[A-Za-z]\)?$|(?<!\\)\b(?!sin|cos|tan|log|sqrt|exp)[A-Za-z]{3,}", gold):
         return float(short_answer(prediction, phrase(gold)) == phrase(gold))
     p, g = parsed_math(prediction), parsed_math(gold)
-    return float(bool(p and g) and math_library().verify(g, p, timeout_seconds=None, allow_set_relation_comp=True))
+    verify = math_library().verify
+    return float(bool(p and g) and verify(g, p, timeout_seconds=None, allow_set_relation_comp=True))
 
 # ---------------------------------------------------------------- code and markup
 
 CHILD = r"""
 import os, resource, sys
 folder, token = os.getcwd(), os.environ.pop("TOKEN")
-for kind, most in (("CPU", int(sys.argv[1])), ("AS", 1 << 30), ("FSIZE", 10 << 20), ("NPROC", 0), ("NOFILE", 64)):
+limits = {"CPU": int(sys.argv[1]), "AS": 1 << 30, "FSIZE": 10 << 20, "NPROC": 0, "NOFILE": 64}
+for kind, most in limits.items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + kind), (most, most))
-readable = (folder, *(os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, os.path.dirname(os.__file__))))
-closed = ("socket", "subprocess", "ctypes", "pty", "gc", "resource", "mmap", "signal", "shutil")
+readable = (folder, *map(os.path.realpath, (sys.prefix, sys.base_prefix, os.path.dirname(os.__file__))))
+closed = ("os", "socket", "subprocess", "ctypes", "pty", "gc", "resource", "mmap", "signal", "shutil")
 def guard(event, args):
     if event == "open" and not isinstance(args[0], int):
         writes = not isinstance(args[2], int) or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if not os.path.realpath(os.fsdecode(args[0])).startswith(folder if writes else readable):
             raise PermissionError("files outside the folder are closed")
-    elif event.split(".")[0] in closed or event.startswith("os.") and event not in ("os.listdir", "os.scandir"):
+    elif event.split(".")[0] in closed and event not in ("os.listdir", "os.scandir"):
         raise PermissionError(event + " is closed")
 source = compile(open("answer.py", encoding="utf-8").read(), "answer.py", "exec")
 sys.addaudithook(guard)
@@ -615,22 +629,24 @@ sys.stdout.write("\n" + token)
 """
 
 def run_tests(code: str, tests, limit_s: float) -> float:
-    """Share of the tests that pass. A test is Python text run after the code, or {"input": stdin, "output": stdout}.
-    Each runs in a process of its own: isolated Python, temporary folder, limits on CPU, memory (1 GB), file size and
-    processes, no sockets, no files outside; killed when limit_s for all is used up. This keeps accidents and cheap
-    tricks out; for code that attacks on purpose, put the whole run into a container."""
-    tests, deadline, passed = [tests] if isinstance(tests, (str, dict)) else tests, time.monotonic() + limit_s, 0
+    """Share of tests passed. A test is Python text run after the code, or {"input": stdin, "output": stdout}.
+    Each gets its own process: isolated Python, temporary folder, limits on CPU, memory (1 GB), file size and
+    processes, no sockets, no files outside; killed when limit_s for all is used up. This keeps accidents and
+    cheap tricks out; for code that attacks on purpose, put the whole run into a container."""
+    tests = [tests] if isinstance(tests, (str, dict)) else tests
+    deadline, passed = time.monotonic() + limit_s, 0
     for test in tests:
         token, asks = os.urandom(16).hex(), isinstance(test, dict)
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
             Path(folder, "answer.py").write_text(code if asks else f"{code}\n{test}", "utf-8", "replace")
             child = subprocess.Popen([sys.executable, "-I", "-c", CHILD, str(math.ceil(limit_s))], cwd=folder,
                                      stdin=subprocess.PIPE, stdout=out, stderr=subprocess.DEVNULL,
-                                     start_new_session=True, env={"TOKEN": token, "OPENBLAS_NUM_THREADS": "1"})
+                                     env={"TOKEN": token, "OPENBLAS_NUM_THREADS": "1"})
             try:
-                child.communicate(str(test["input"] if asks else "").encode(), max(0.1, deadline - time.monotonic()))
+                typed = str(test["input"]).encode() if asks else b""
+                child.communicate(typed, max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
+                child.kill()                       # it could not start others
                 child.communicate()
             out.seek(0)
             printed, ended, _ = out.read(1 << 20).decode(errors="replace").partition("\n" + token)
@@ -657,17 +673,18 @@ def alike(a: list, b: list) -> float:
     return library("rapidfuzz.distance.Indel", "rapidfuzz").normalized_similarity(a, b)
 
 def code_score(prediction, gold, record, settings) -> float:
-    """Share of `tests` passed if allow_code_execution; else likeness to the gold in the types of the syntax nodes."""
+    """Share of `tests` passed if allow_code_execution; else likeness to the gold's syntax nodes."""
     if record.get("tests") and settings.allow_code_execution:
         return run_tests(prediction, record["tests"], 0.8 * settings.timeout_s)
-    return alike(*([type(node).__name__ for node in ast.walk(ast.parse(code))] for code in (prediction, fenced(gold))))
+    trees = ast.parse(prediction), ast.parse(fenced(gold).strip())
+    return alike(*([type(node).__name__ for node in ast.walk(tree)] for tree in trees))
 
 def read_markup(text: str, record: dict, *_) -> tuple[tuple, str]:
-    """((tags in document order, Counter of attributes), method). SVG must be well-formed XML; HTML must close its
-    tags in order (libxml2 calls HTML5's tag names unknown, which is no error here)."""
-    etree, svg, text = library("lxml.etree", "lxml"), canonical(record["problem_type"]) == "svg-code", fenced(text)
+    """((tags in document order, Counter of attributes), method). SVG must be well-formed XML; HTML must close
+    its tags in order (libxml2 calls HTML5's tag names unknown, which is no error here)."""
+    etree, text, svg = library("lxml.etree", "lxml"), fenced(text), "svg" in record["problem_type"].lower()
     start = re.search(r"(?i)<svg\b" if svg else r"(?i)<!doctype|<[a-z]", text)
-    parser = etree.XMLParser(resolve_entities=False, no_network=True) if svg else etree.HTMLParser(no_network=True)
+    parser = etree.XMLParser(resolve_entities=False) if svg else etree.HTMLParser()
     try:
         root = etree.fromstring(text[start.start():text.rfind(">") + 1].encode("utf-8", "replace"), parser)
         nodes = [node for node in root.iter() if isinstance(node.tag, str)]
@@ -675,19 +692,22 @@ def read_markup(text: str, record: dict, *_) -> tuple[tuple, str]:
         raise NoAnswer(f"no markup that parses: {str(error)[:60]}") from None
     if not svg and any(re.search("mismatch|Unexpected end tag", entry.message) for entry in parser.error_log):
         raise NoAnswer("tags that do not match")
-    return ([node.tag for node in nodes], Counter((node.tag, *i) for node in nodes for i in node.items())), "parsed"
+    attributes = Counter((node.tag, *item) for node in nodes for item in node.items())
+    return ([node.tag for node in nodes], attributes), "parsed"
 
 def markup_similarity(prediction, gold, *_) -> float:
     """Mean of the likeness of the tag sequences and the F1 of the attributes (name and value, by tag)."""
     total = prediction[1].total() + gold[1].total()
-    return (alike(prediction[0], gold[0]) + (2 * (prediction[1] & gold[1]).total() / total if total else 1.0)) / 2
+    shared = 2 * (prediction[1] & gold[1]).total() / total if total else 1.0
+    return (alike(prediction[0], gold[0]) + shared) / 2
 
 # ---------------------------------------------------------------- every type, one response
 
-TYPES = {   # problem type: (read(text, record, box scale) -> (value, method), compare(value, gold, record, settings))
+TYPES = {  # type: (read(text, record, box scale) -> (value, method), compare(value, gold, record, settings))
     "multiple choice": (read_choice, equal), "numerical": (read_number, same_number),
     "regression": (read_number, relative_accuracy), "boolean": (read_boolean, equal),
-    "binary classification": (read_boolean, equal), "math": (read_math, same_math), "ocr": (read_ocr, word_accuracy),
+    "binary classification": (read_boolean, equal), "math": (read_math, same_math),
+    "ocr": (read_ocr, word_accuracy),
     "open-ended": (read_text, text_similarity), "free-form": (read_text, text_similarity),
     "video qa": (read_text, text_similarity), "video description": (read_text, text_similarity),
     "temporal grounding": (read_spans, span_iou), "spatial grounding": (read_boxes, boxes_iou),
@@ -695,12 +715,12 @@ TYPES = {   # problem type: (read(text, record, box scale) -> (value, method), c
     "segmentation": (read_segments, segment_score), "code": (read_code, code_score),
     "svg-code": (read_markup, markup_similarity), "html-code": (read_markup, markup_similarity),
     "llava preference": (read_preference, equal), "critic preference": (read_preference, equal),
-    "rec": (read_number, same_number), "ssr": (read_boolean, equal), "crr": (read_boolean, equal),     # OVO-Bench
+    "rec": (read_number, same_number), "ssr": (read_boolean, equal), "crr": (read_boolean, equal),   # OVO
 }
 
 @functools.lru_cache(1024)
 def canonical(name: str) -> str:
-    """Problem type as in TYPES; case, spaces, hyphens, underscores do not matter. ValueError names the nearest."""
+    """Problem type as in TYPES; case, spaces, hyphens, underscores are free. ValueError names the nearest."""
     known = {re.sub("[ -]", "", kind): kind for kind in TYPES} | {"caption": "video description"}
     key = re.sub(r"[\s_-]+", "", str(name)).lower()
     if key not in known:
@@ -709,7 +729,7 @@ def canonical(name: str) -> str:
     return known[key]
 
 def check_record(record: dict, settings: RewardSettings | None = None) -> None:
-    """ValueError (one line, ready to print) for an unknown problem type or a gold that its reader cannot read."""
+    """ValueError (one line, ready to print) for an unknown problem type or a gold that cannot be read."""
     settings, gold = settings or RewardSettings(), gold_text(record)
     if settings.reward:
         return
@@ -731,7 +751,8 @@ def check_record(record: dict, settings: RewardSettings | None = None) -> None:
 @functools.lru_cache(4096)
 def read_gold(kind: str, gold: str, options: tuple):
     """The gold's value, read once per group of responses (as text for code, whose tests need no gold)."""
-    return gold if kind == "code" else TYPES[kind][0](gold, {"problem_type": kind, "answer": gold, "options": options})[0]
+    record = {"problem_type": kind, "answer": gold, "options": options}
+    return gold if kind == "code" else TYPES[kind][0](gold, record)[0]
 
 def soft_overlong(length: int, limit: int, buffer: int) -> float:
     """DAPO, eq. 13: 0 up to limit - buffer tokens, then linear to -1 at the limit, -1 beyond."""
@@ -762,7 +783,7 @@ def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
         value = dict(value) if isinstance(value, dict) else {"accuracy": float(value)}
         if not all(math.isfinite(value.get(part, 0.0)) for part in ("accuracy", "format", "overall")):
             raise ValueError(f"not finite: {value}")
-    except Exception as error:      # whatever the user's code raises: named here, fatal unless asked otherwise
+    except Exception as error:      # whatever the user's code raises: named here, fatal unless told otherwise
         where, what = record.get("key") or record.get("where"), f"{type(error).__name__}: {error}"
         if settings.on_reward_error != "zero":
             raise RewardError(f"reward {settings.reward} failed on record {where}: {what}") from error
@@ -770,7 +791,7 @@ def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
     accuracy = value.get("accuracy", value.get("overall", 0.0))
     return {"accuracy": accuracy, "status": "ok" if accuracy > 0 else "wrong", "method": "custom"} | value
 
-def score_here(record: dict, response: str, settings: RewardSettings, length: int | None = None) -> dict:
+def score_here(record: dict, response: str, settings: RewardSettings, length=None) -> dict:
     """Score in this process, without a time limit."""
     answer, mark, truncated = answer_region(response)
     out = {"accuracy": 0.0, "format": float(mark == "tag" and bool(answer.strip())), "prediction": None,
@@ -778,18 +799,20 @@ def score_here(record: dict, response: str, settings: RewardSettings, length: in
     if settings.reward:
         out |= custom_score(record, response, settings)
     elif not truncated:
-        read, compare = TYPES[canonical(record["problem_type"])]
+        kind = canonical(record["problem_type"])
+        read, compare = TYPES[kind]
         prose = read in (read_choice, read_boolean, read_preference, read_number, read_spans)
         if len(answer) > 4000 and prose and not (read is read_spans and re.search(r"[\[{]", answer)):
             answer = answer[:1000] + "\n" + answer[-3000:]       # answers in prose stand at either end
         try:
             prediction, out["method"] = read(unbox(answer), record, box_scale(record, settings))
-            gold = read_gold(canonical(record["problem_type"]), gold_text(record), tuple(record.get("options") or ()))
+            gold = read_gold(kind, gold_text(record), tuple(record.get("options") or ()))
             accuracy = float(compare(prediction, gold, record, settings))
-            out |= {"accuracy": accuracy, "prediction": str(prediction)[:200], "status": "ok" if accuracy > 0 else "wrong"}
+            out |= {"accuracy": accuracy, "prediction": str(prediction)[:200]}
+            out["status"] = "ok" if accuracy > 0 else "wrong"
         except (NoAnswer, MemoryError, RecursionError) as error:
-            status = error.status if isinstance(error, NoAnswer) else "invalid"
-            out |= {"status": status, "method": str(error) or type(error).__name__, "format": 0.5 * (mark == "tag")}
+            out["status"] = error.status if isinstance(error, NoAnswer) else "invalid"
+            out |= {"method": str(error) or type(error).__name__, "format": 0.5 * (mark == "tag")}
     if settings.overlong_limit:
         if length is None:
             raise ValueError("overlong_limit is set: scoring needs each response's length in tokens")
@@ -800,8 +823,8 @@ def score_here(record: dict, response: str, settings: RewardSettings, length: in
                "overlong": settings.overlong_weight, "repetition": settings.repetition_weight}
     return {"overall": sum(weight * out.get(part, 0.0) for part, weight in weights.items())} | out
 
-def score(record: dict, response: str, settings: RewardSettings | None = None, length: int | None = None) -> dict:
-    """Score one response (fields: module docstring). What may hang goes through a killable worker."""
+def score(record: dict, response: str, settings: RewardSettings | None = None, length=None) -> dict:
+    """Score one response (fields: module docstring; length: tokens). What may hang goes to a worker."""
     settings = settings or RewardSettings()
     if settings.reward or canonical(record["problem_type"]) in ("math", "code"):
         return shared_scorer(settings).score_many([record], [response], [length])[0]
@@ -810,8 +833,8 @@ def score(record: dict, response: str, settings: RewardSettings | None = None, l
 # ---------------------------------------------------------------- many responses, in killable workers
 
 class Scorer:
-    """Workers that score one response at a time; one that exceeds timeout_s or dies is replaced, its response invalid.
-    They are fresh interpreters running this file: nothing is forked, the caller's __main__ is not imported."""
+    """Workers that score one response at a time; one that exceeds timeout_s or dies is replaced, its response
+    invalid. They are new interpreters running this file: nothing is forked, no __main__ imported again."""
     def __init__(self, settings: RewardSettings | None = None, workers: int = 1):
         self.settings, self.workers = settings or RewardSettings(), [None] * max(1, workers)
 
@@ -827,7 +850,7 @@ class Scorer:
         self.workers[i] = None
 
     def _serve(self, i: int, todo: deque, results: list):
-        """Feed worker i until nothing is left. Jobs go over several at a time: a round trip costs more than a score."""
+        """Feed worker i until nothing is left, several jobs at once: a round trip costs more than a score."""
         while todo:
             try:
                 jobs = todo.popleft()
@@ -845,11 +868,11 @@ class Scorer:
                     if "error" in result:
                         self._stop(i)
                         raise RewardError(result["error"])
-                if jobs:                           # the first one unanswered was too slow or crashed the worker
+                if jobs:                           # the first unanswered one was too slow or ended the worker
                     self._stop(i)
                     results[jobs.pop(0)[0]] = {
-                        "overall": 0.0, "accuracy": 0.0, "format": 0.0, "prediction": None, "status": "invalid",
-                        "method": f"no result within {self.settings.timeout_s} s"}
+                        "overall": 0.0, "accuracy": 0.0, "format": 0.0, "prediction": None,
+                        "status": "invalid", "method": f"no result within {self.settings.timeout_s} s"}
 
     def score_many(self, records, responses, lengths=None) -> list[dict]:
         """One dict per response, in order. lengths: tokens of each response (for the overlong penalty)."""
@@ -879,7 +902,7 @@ def serve_jobs(settings: RewardSettings):
         try:
             if not settings.reward and canonical(record["problem_type"]) == "math":
                 math_library()                  # a slow import; the clock starts behind it
-            if settings.reward:                 # whose code may use SIGALRM itself; this clock is 40 us slower
+            if settings.reward:                 # which may use SIGALRM itself; this clock is 40 us slower
                 faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)
             else:
                 signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)        # SIGALRM ends even a C loop
@@ -903,7 +926,8 @@ def read_rows(path: str, settings: RewardSettings) -> list[dict]:
             responses = row["responses"] if "responses" in row else [row["response"]]
             rows += [row | {"where": f"{path}:{number}", "response": response} for response in responses]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: expected a JSON object with `response` or `responses` ({error})") from None
+            expected = "expected a JSON object with `response` or `responses`"
+            raise ValueError(f"{path}:{number}: {expected} ({error!r})") from None
         check_record(rows[-1], settings)
     return rows
 
@@ -912,7 +936,7 @@ def main():
     parser.add_argument("file")
     parser.add_argument("--out", help="write every response with its scores here (JSONL)")
     parser.add_argument("--show", nargs=2, metavar=("STATUS", "N"), help="print N responses that are STATUS")
-    parser.add_argument("--explain", type=int, nargs="?", const=1, metavar="N", help="print how response N was read")
+    parser.add_argument("--explain", type=int, nargs="?", const=1, metavar="N", help="how N was read")
     parser.add_argument("--reward", help="path/to/file.py:function")
     parser.add_argument("--allow-code-execution", action="store_true")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
@@ -932,21 +956,22 @@ def main():
         groups[str(row.get("problem_type"))].append(result)
         groups["all"].append(result)
         if args.explain:
-            print(json.dumps({"gold": gold_text(row), "answer": answer_region(row["response"])[0][-500:], **result},
-                             indent=1, ensure_ascii=False))
+            seen = {"gold": gold_text(row), "answer": answer_region(row["response"])[0][-500:]}
+            print(json.dumps(seen | result, indent=1, ensure_ascii=False))
     print(f"{'problem type':28}{'n':>7}{'accuracy':>10}{'format':>9}{'invalid':>9}{'truncated':>11}")
     for kind, group in groups.items():
-        accuracy, form = (sum(result[part] for result in group) / len(group) for part in ("accuracy", "format"))
-        bad = [sum(result["status"] == status for result in group) / len(group) for status in ("invalid", "truncated")]
-        print(f"{kind:28}{len(group):7}{accuracy:10.4f}{form:9.4f}{bad[0]:9.4f}{bad[1]:11.4f}")
+        rates = [sum(values) / len(group) for values in (
+            [result["accuracy"] for result in group], [result["format"] for result in group],
+            [result["status"] == "invalid" for result in group], [result["status"] == "truncated" for result in group])]
+        print("{:28}{:7}{:10.4f}{:9.4f}{:9.4f}{:11.4f}".format(kind, len(group), *rates))
     if args.out:
-        text = "".join(json.dumps(row | result, ensure_ascii=False) + "\n" for row, result in zip(rows, results))
-        Path(args.out + ".tmp").write_text(text, encoding="utf-8")
+        lines = [json.dumps(row | result) + "\n" for row, result in zip(rows, results)]
+        Path(args.out + ".tmp").write_text("".join(lines))
         os.replace(args.out + ".tmp", args.out)
     shown = [pair for pair in zip(rows, results) if args.show and pair[1]["status"] == args.show[0]]
     for row, result in shown[:int(args.show[1])] if shown else ():
-        print(f"\n{row['where']} [{row['problem_type']}] gold {gold_text(row)!r}, read {result['prediction']!r} "
-              f"({result['method']})\n{row['response'][-600:]}")
+        print(f"\n{row['where']} [{row['problem_type']}] gold {gold_text(row)!r}, "
+              f"read {result['prediction']!r} ({result['method']})\n{row['response'][-600:]}")
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
