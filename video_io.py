@@ -827,12 +827,14 @@ def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device,
     for (pixels, grid, stacks), found in zip(kinds, grids(media, c)):
         if not stacks:
             continue
-        inputs[grid], at = torch.tensor(found, device=device), 0
-        rows = inputs[pixels] = torch.empty(sum(map(math.prod, found)), width, dtype=dtype, device=device)
-        for group in (group for frames in stacks for group in frames.to(device).split(tp)):
-            patches = patchify(group, v.patch_size, v.spatial_merge_size, tp)  # uint8, in the CPU's cache
-            rows[at:at + len(patches)] = torch.sub(patches, mean).div_(std)  # float32, as the processors
-            at += len(patches)
+        inputs[grid] = torch.tensor(found, device=device)  # (n, 3)
+        counts = [math.prod(g) for g in found]  # patches of each clip or image
+        inputs[pixels] = torch.empty(sum(counts), width, dtype=dtype, device=device)
+        scratch = torch.empty(256, width, device=device)  # float32 as in the processors, small as the cache
+        for frames, part in zip(stacks, inputs[pixels].split(counts)):
+            patches = patchify(frames.to(device), v.patch_size, v.spatial_merge_size, tp)  # uint8
+            for rows, out in zip(patches.split(256), part.split(256)):
+                out.copy_(torch.sub(rows, mean, out=scratch[:len(rows)]).div_(std))
     return inputs
 
 # ---------------------------------------------------------------- token maths without decoding
