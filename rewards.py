@@ -218,7 +218,7 @@ def read_boolean(text: str, record: dict, *_) -> tuple[str, str]:
     return decide(text, [(*m.span(), "yes", True) for m in YES.finditer(text)] + [
         (*m.span(), "no", m[0].lower() != "no" or not m.start()) for m in NO.finditer(text)])
 
-SIDE = r"(?:response|answer|model|assistant|caption|candidate|output)\s*#?\s*(?:{0})\b|\b{1}\b|\[\[{2}\]\]"
+SIDE = r"(?:response|answer|model|assistant|caption|critique|output)\s*#?\s*(?:{0})\b|\b{1}\b|\[\[{2}\]\]"
 SIDES = {"1": SIDE.format("1|a|one", "first", "a"), "2": SIDE.format("2|b|two", "second", "b"),
          "tie": r"\b(?:tied?|draw|equal|equally|neither|both|the same)\b|\[\[c\]\]|平局"}
 
@@ -840,7 +840,7 @@ class Scorer:
 
     def _start(self):
         command = [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(asdict(self.settings))]
-        env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def _stop(self, i: int):
@@ -859,7 +859,7 @@ class Scorer:
             while jobs:
                 self.workers[i] = worker = self.workers[i] or self._start()
                 try:
-                    worker.stdin.write("".join(json.dumps(job) + "\n" for _, job in jobs))
+                    worker.stdin.write("".join(json.dumps(job, default=str) + "\n" for _, job in jobs))
                     worker.stdin.flush()
                 except BrokenPipeError:
                     pass                           # it died; what it finished can still be read
@@ -960,9 +960,9 @@ def main():
             print(json.dumps(seen | result, indent=1, ensure_ascii=False))
     print(f"{'problem type':28}{'n':>7}{'accuracy':>10}{'format':>9}{'invalid':>9}{'truncated':>11}")
     for kind, group in groups.items():
-        rates = [sum(values) / len(group) for values in (
-            [result["accuracy"] for result in group], [result["format"] for result in group],
-            [result["status"] == "invalid" for result in group], [result["status"] == "truncated" for result in group])]
+        rates = [sum(map(value, group)) / len(group) for value in (
+            lambda out: out["accuracy"], lambda out: out["format"],
+            lambda out: out["status"] == "invalid", lambda out: out["status"] == "truncated")]
         print("{:28}{:7}{:10.4f}{:9.4f}{:9.4f}{:11.4f}".format(kind, len(group), *rates))
     if args.out:
         lines = [json.dumps(row | result) + "\n" for row, result in zip(rows, results)]
