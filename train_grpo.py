@@ -182,6 +182,21 @@ def check_config(cfg, path):
 
 # ---------------------------------------------------------------------------------------- data
 
+def load_data(files, cfg, prompts):
+    """The records of some files, all of which can be scored; DataError lists those that cannot."""
+    records, problems = [], []
+    for path in files:
+        records += video_io.load_records(path, cfg.data_root or None, prompts)
+    for record in records:
+        try:
+            rewards.check_record(record)
+        except ValueError as e:
+            problems.append(str(e))
+    if problems:
+        more = [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
+        raise video_io.DataError("\n".join(problems[:20] + more))
+    return records
+
 def record_at(position, records, seed):
     """The record at a place of the endless training order: a permutation per epoch, fixed by the seed."""
     epoch, offset = divmod(position, len(records))
@@ -270,7 +285,9 @@ def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, k
     that each segment may see: [prompt] for a prompt, [prompt, response i] for a response.  Autograd through
     the index adds the n responses' gradients into the prompt's keys and values."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return varlen_attention(q, k[kv_index], v[kv_index], cu_q, cu_k, max_q, max_k, True, scaling)[None], None
+    # index_select, not k[kv_index]: the backward of the latter sums in no fixed order on CPU
+    k, v = (x.index_select(0, kv_index) for x in (k, v))
+    return varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, True, scaling)[None], None
 
 def vision_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0, cu_seq_lens_q=None,
                      max_length_q=None, **unused):
@@ -324,7 +341,7 @@ def packed_logprobs(model, pack, temperature, banned, chunk):
     hidden = model.model(
         input_ids=pack["input_ids"], position_ids=pack["position_ids"], attention_mask=None, use_cache=False,
         mm_token_type_ids=pack["mm_token_type_ids"], **pack["vision"], **pack["attention"]).last_hidden_state
-    hidden = hidden[0, pack["predict_index"]]  # (R, hidden)
+    hidden = hidden[0].index_select(0, pack["predict_index"])  # (R, hidden)
 
     def rows(states, targets):
         logits = model.lm_head(states).float() / temperature  # (rows, V)
@@ -374,7 +391,8 @@ def build_pack(contents, vision, device):
     """Tensors of one shared-prefix forward.
 
     contents: [(group, response indices)]; vision(group): its video_io.model_inputs.  The packed order is
-    prompt, r1, r2, ..., next prompt, ...; a response continues at max(prompt positions) + 1 in all three M-RoPE rows.
+    prompt, r1, r2, ..., next prompt, ...; a response continues at max(prompt positions) + 1 in all three
+    M-RoPE rows.
     """
     ids, types, positions, kv_index, predict, lengths = [], [], [], [], [], []
     len_q, len_k, media = [], [], defaultdict(list)
@@ -721,8 +739,7 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     from transformers import AutoConfig
 
     prompts = video_io.load_prompts(cfg.prompts or None)
-    read = lambda path: video_io.load_records(path, cfg.data_root or None, prompts, rewards.check_record)
-    train, val = ([r for path in files for r in read(path)] for files in (cfg.train_files, cfg.val_files))
+    train, val = (load_data(files, cfg, prompts) for files in (cfg.train_files, cfg.val_files))
     processor = video_io.load_processor(cfg.model)
     model_config = AutoConfig.from_pretrained(cfg.model)
     spec = video_io.media_spec(

@@ -1,11 +1,18 @@
 """The update against plain Hugging Face forwards, the formulas against numbers, the run against SIGKILL."""
 
 
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, RUN, train_command
 from transformers import AutoModelForImageTextToText
 
 import rollout
@@ -158,3 +165,180 @@ def test_training_order_is_a_permutation_per_epoch_and_fixed_by_the_seed():
     assert order[:10] != order[10:20]
     assert order == [train_grpo.record_at(p, records, 3) for p in range(30)]
     assert order != [train_grpo.record_at(p, records, 4) for p in range(30)]
+
+
+# ---------------------------------------------------------------------------------------- whole runs
+
+
+def final_tensors(run):
+    """Every weight and optimizer tensor of a run's last checkpoint."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    folder = run / "checkpoints" / (run / "checkpoints/latest").read_text()
+    dcp_to_torch_save(folder / "dcp", run / "flat.pt")
+    flat = torch.load(run / "flat.pt", weights_only=True)
+    return {(part, name): tensor for part in flat for name, tensor in flat[part].items()}
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_weights(toy, trained, tmp_path):
+    whole, _ = trained
+    command = train_command(toy, tmp_path / "killed")
+    metrics = tmp_path / "killed/metrics.jsonl"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.time() + 300
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:  # step 2 is saved, step 3 is not
+        assert process.poll() is None and time.time() < deadline, "the run ended before it could be killed"
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    saved = (tmp_path / "killed/checkpoints/latest").read_text()
+    assert saved in ("step_000002", "step_000004")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"after step {int(saved[-1])}" in done.stdout
+
+    ours, theirs = final_tensors(tmp_path / "killed"), final_tensors(whole)
+    assert ours.keys() == theirs.keys() and len(ours) > 100
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    steps = lambda run: [(r["step"], r["reward"], r["loss"]) for r in map(json.loads, open(run / "metrics.jsonl"))]
+    assert [s for s, *_ in steps(whole)] == [1, 2, 3, 4, 5, 6]
+    assert steps(tmp_path / "killed") == steps(whole)
+
+
+def test_a_run_folder_says_what_ran_and_what_came_of_it(toy, trained):
+    run, printed = trained
+    config = json.loads((run / "config.json").read_text())
+    assert config["n"] == RUN["n"] and config["lr"] == 1e-3 and set(config) == set(vars(config_of_toy(toy)))
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["packages"]["torch"] == torch.__version__.split("+")[0]
+    assert provenance["command"][0].endswith("train_grpo.py")
+    assert (run / "scripts/train_grpo.py").read_text() == (ROOT / "train_grpo.py").read_text()
+    rows = [json.loads(line) for line in open(run / "rollouts/step_000002.jsonl")]
+    assert len(rows) == RUN["prompts_per_step"] * RUN["n"]
+    metrics = [json.loads(line) for line in open(run / "metrics.jsonl")]
+    assert metrics[1]["reward"] == pytest.approx(sum(r["overall"] for r in rows) / len(rows))
+    assert metrics[1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in rows) / len(rows))
+    assert all(m["logprob_gap_max"] < 1e-4 for m in metrics if "loss" in m)  # float32: every sync arrived
+    assert sorted(p.name for p in (run / "checkpoints").glob("step_*")) == [
+        "step_000002", "step_000004", "step_000006"]
+    n_val = sum(1 for _ in open(toy / "val.jsonl"))
+    for step in (0, 3, 6):
+        answers = [json.loads(line) for line in open(run / f"validation/step_{step:06d}.jsonl")]
+        assert len({a["key"] for a in answers}) == len(answers) == n_val
+    assert "merge.py" in printed and "evaluate.py" in printed and "validation accuracy" in printed
+
+
+def config_of_toy(toy):
+    return train_grpo.load_config(ROOT / "configs/toy.yaml", [f"model={toy / 'model'}"])
+
+
+def damaged(toy, folder, change):
+    """The toy with a few records, changed by change(rows, folder); returns overrides of a run on it."""
+    folder.mkdir()
+    for name in ("clips", "images"):
+        os.symlink(toy / name, folder / name)
+    rows = [json.loads(line) for line in open(toy / "train.jsonl")][:5]
+    lines = change(rows, folder)
+    (folder / "train.jsonl").write_text("\n".join(lines or map(json.dumps, rows)) + "\n")
+    return dict(model=toy / "model", train_files=folder / "train.jsonl", val_files=[], output=folder / "run",
+                decode_workers=0)
+
+
+def no_file(rows, folder):
+    rows[2]["videos"] = ["clips/nowhere.mp4"]
+
+
+def broken_line(rows, folder):
+    return [json.dumps(rows[0]), '{"problem": "half a rec']
+
+
+def unknown_type(rows, folder):
+    rows[1]["problem_type"] = "multiple chioce"
+
+
+def no_options(rows, folder):
+    rows[0].update(problem_type="multiple choice", options=[], answer="A")
+
+
+def bad_gold(rows, folder):
+    rows[3].update(problem_type="numerical", answer="several")
+
+
+def broken_clip(rows, folder):
+    (folder / "broken.mp4").write_bytes(b"this is no clip" * 100)
+    rows[4]["videos"] = ["broken.mp4"]
+
+
+@pytest.mark.parametrize("change,words", [
+    (no_file, ["train.jsonl:3", "clips/nowhere.mp4"]), (broken_line, ["train.jsonl:2"]),
+    (unknown_type, ["train.jsonl:2", "multiple chioce", "multiple choice"]), (no_options, ["train.jsonl:1", "options"]),
+    (bad_gold, ["train.jsonl:4", "several"]), (broken_clip, ["train.jsonl:5", "broken.mp4"])])
+def test_bad_data_is_named_before_a_model_is_loaded(toy, tmp_path, monkeypatch, change, words):
+    overrides = damaged(toy, tmp_path / "data", change)
+    monkeypatch.setattr(train_grpo, "load_policy", None)  # calling it would be a TypeError
+    with pytest.raises(video_io.DataError) as error:
+        train_grpo.main(train_grpo.load_config(ROOT / "configs/toy.yaml", [f"{k}={v}" for k, v in overrides.items()]))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert len(str(error.value).splitlines()) <= 2
+    assert not (tmp_path / "data/run/metrics.jsonl").exists()
+
+
+def test_bad_clips_are_dropped_and_counted_if_asked(toy, tmp_path, capsys):
+    overrides = damaged(toy, tmp_path / "data", broken_clip)
+    cfg = train_grpo.load_config(ROOT / "configs/toy.yaml", [f"{k}={v}" for k, v in overrides.items()]
+                                 + ["on_bad_media=drop"])
+    _, train, _ = train_grpo.prepare(cfg)
+    assert [r["where"] for r in train] == [f"train.jsonl:{i}" for i in (1, 2, 3, 4)]
+    assert "dropped 1 of 5" in capsys.readouterr().err
+
+
+def test_a_model_folder_without_processor_is_named(toy, tmp_path):
+    shutil.copytree(toy / "model", tmp_path / "bare")
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        (tmp_path / "bare" / name).unlink(missing_ok=True)
+    cfg = config(toy, model=str(tmp_path / "bare"))
+    with pytest.raises(video_io.DataError, match="bare"):
+        train_grpo.prepare(cfg)
+
+
+@pytest.mark.parametrize("word,message", [
+    ("learning_rate=1", "unknown key 'learning_rate'"), ("step=3", "did you mean steps"), ("n=1", "n is 1"),
+    ("lr=fast", "lr must be float, got 'fast'"), ("advantage=grop", "must be one of grpo, dr_grpo"),
+    ("steps=true", "steps must be int"), ("max_tokens_per_pack=10", "max_tokens_per_pack is 10")])
+def test_bad_config_is_one_clear_line(word, message):
+    with pytest.raises(video_io.DataError) as error:
+        train_grpo.load_config(ROOT / "configs/toy.yaml", [word])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command_exits_with_2_and_prints_that_line_alone(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: m\ntrain_files: [x.jsonl]\nlearning_rate: 1\n")
+    done = subprocess.run(["python", str(ROOT / "train_grpo.py"), str(tmp_path / "c.yaml")], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "learning_rate" in done.stderr
+
+
+def test_a_step_that_is_not_finite_stops_before_the_optimizer_and_names_samples(toy):
+    run, *_ = train_grpo.prepare(config(toy))
+    groups = some_groups(toy, run)
+    model = train_grpo.load_policy(run.cfg, run.device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1.0)
+    before = [p.clone() for p in model.parameters()]
+    groups[1].advantages[0] = float("nan")
+    with pytest.raises(FloatingPointError, match=groups[1].record["where"]):
+        train_grpo.update(run, model, optimizer, groups)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_groups_without_spread_change_no_gradient_but_count_as_tokens(toy):
+    """Their advantages are zero: leaving them out of the forward must equal taking them along."""
+    run, *_ = train_grpo.prepare(config(toy, max_grad_norm=1e9))
+    groups = some_groups(toy, run)
+    groups[0].scores = [dict(overall=0.5)] * len(groups[0].responses)
+    groups[0].advantages = torch.zeros(len(groups[0].responses))
+    model = train_grpo.load_policy(run.cfg, run.device)
+    metrics = train_grpo.update(run, model, torch.optim.SGD(model.parameters(), 0.0), groups)
+    assert metrics["trained_tokens"] == sum(len(r.ids) for g in groups[1:] for r in g.responses)
+    reference = AutoModelForImageTextToText.from_pretrained(run.cfg.model, dtype=torch.float32)
+    reference_loss(reference, run, groups).backward()
+    assert max(relative_gaps(model, reference).values()) < 2e-5
