@@ -1,11 +1,12 @@
-"""Make a tiny Qwen3-VL and a few hundred clips, offline, in seconds: something that GRPO can teach on two cores.
+"""Make a tiny Qwen3-VL and a few hundred clips, offline, in seconds: what GRPO can teach on two cores.
 
     python tests/toy.py [OUT] [--seed 0] [--clips 400]
 
 Writes (OUT is `toy` when left out; what an earlier run left there is replaced)
-    OUT/model         random Qwen3-VL of about half a million parameters, deepstack included, its own byte-level BPE
-                      tokenizer, Qwen's chat layout, processor, generation config: loads with plain Auto classes and vLLM
-    OUT/clips         H.264 clips, 64 to 128 px, 1 to 4 s, 8 to 30 frames/s: shapes on dim noise;  OUT/images: PNG
+    OUT/model         random Qwen3-VL of half a million parameters, deepstack included, its own byte-level BPE
+                      tokenizer, Qwen's chat layout, processor: loads with plain Auto classes and in vLLM
+    OUT/clips         H.264 clips, 64 to 128 px, 1 to 4 s, 8 to 30 frames/s: shapes on dim noise
+    OUT/images        the same as PNG stills
     OUT/train.jsonl   records of five tasks; OUT/val.jsonl: the same tasks on other clips
 
     data_source     problem_type         question                        chance
@@ -17,13 +18,13 @@ Writes (OUT is `toy` when left out; what an earlier run left there is replaced)
     toy-image, toy-text: a few stills and questions without media, so that such batches occur at all
 
 Three things make it a fair test and a quick one:
-1. No frame tells the direction.  A shape that leaves the frame comes back at the other side, and it starts anywhere:
-   at every moment its place is uniform whatever its direction, so only the difference between frames answers.
-2. The model starts out as a base model would: a short supervised warm start makes it write `<answer>X</answer>` with X
-   uniform over the answers that the question allows.  Its targets do not depend on the pixels.
-3. The model can see before it can answer, as a base model can.  Its first layer starts with slow filters (level and
-   slope of a patch, sum and difference in time) instead of white noise, and the warm start keeps what the vision tower
-   finds readable in the state from which answers are chosen, without using any label.
+1. No frame tells the direction.  A shape that leaves the frame comes back at the other side, and it starts
+   anywhere: at every moment its place is uniform whatever its direction, only differences between frames tell.
+2. The model starts out as a base model would: a short supervised warm start makes it write
+   `<answer>X</answer>` with X uniform over the answers that the question allows, whatever the pixels.
+3. The model can see before it can answer, as a base model can.  Its first layer starts with slow filters (level
+   and slope of a patch, sum and difference in time) instead of white noise, and the warm start keeps what the
+   vision tower finds readable in the state from which answers are chosen, without using any label.
 """
 
 import argparse
@@ -52,7 +53,7 @@ TASKS = {  # data_source: (problem type, question)
     "toy-image": ("multiple choice", "Which color does the shape have?"),
     "toy-text": ("numerical", "How much is {} plus {}?"),
 }
-# Letters of their own for each question: answers to one do not disturb the other, which so small a model needs.
+# Letters of its own for each question: so small a model learns two faster when they share no answers.
 OPTIONS = {"toy-color": dict(zip("ABCD", COLORS)), "toy-image": dict(zip("ABCD", COLORS)),
            "toy-direction": dict(zip("EFGH", DIRECTIONS))}
 MEDIA = dict(fps=4.0, min_frames=8, max_frames=8, min_pixels=4096, max_pixels=4096, image_max_pixels=4096)
@@ -84,7 +85,7 @@ def noise(rng, size):
 def clip_frames(kind, rng, color, direction):
     """One clip: frames (T, S, S, 3) uint8, frames per second, and what its questions need to know."""
     size, fps = int(rng.choice([64, 64, 96, 128])), int(rng.choice([8, 10, 12, 15, 24, 30]))
-    # Half seconds, and a little more than one so that 8 frames/s always finds its 8 frames.
+    # Half seconds, so that true intervals are among the valid answers; at 4 frames/s or more, 8 frames are there.
     duration_s = float(rng.choice([1.5, 2.0, 2.5, 3.0, 4.0]))
     count = round(fps * duration_s)
     frames = np.stack([noise(rng, size) for _ in range(count)])  # (T, S, S, 3)
@@ -108,7 +109,7 @@ def clip_frames(kind, rng, color, direction):
         for frame in frames[round(begin * fps) : round(end * fps)]:
             draw(frame, shape, side, *start, COLORS[color])
     if kind == "move":
-        travel = rng.uniform(0.6, 0.8) * size  # px over the whole clip, so that 8 frames show 5 to 6 px of 64 each
+        travel = rng.uniform(0.6, 0.8) * size  # px over the clip: 5 to 6 px of 64 between two of 8 frames
         for t, frame in enumerate(frames):
             x, y = start + np.round(np.array(DIRECTIONS[direction]) * travel * t / count).astype(int)
             draw(frame, shape, side, x, y, COLORS[color])
@@ -134,13 +135,13 @@ def write_clip(path, frames, fps):
 def record(source, answer, numbers=(), **media):
     problem_type, problem = TASKS[source]
     listed = [f"{letter}. {option}" for letter, option in OPTIONS.get(source, {}).items()]
-    return {"problem": problem.format(*numbers), "answer": answer, "problem_type": problem_type, "options": listed,
-            "data_type": "video" if "videos" in media else "image" if "images" in media else "text",
-            "data_source": source, **media}
+    data_type = "video" if "videos" in media else "image" if "images" in media else "text"
+    return {"problem": problem.format(*numbers), "answer": answer, "problem_type": problem_type,
+            "options": listed, "data_type": data_type, "data_source": source, **media}
 
 
 def make_split(out, split, clips, seed):
-    """Write the split's clips and its JSONL; four of five clips move, and each of these serves two or three records."""
+    """Write the split's clips and its JSONL.  Four of five clips move; each serves two or three records."""
     records = []
     for i in range(clips):
         rng = np.random.default_rng([seed, split == "val", i])
@@ -179,8 +180,9 @@ def make_split(out, split, clips, seed):
 
 # ---------------------------------------------------------------------------------------------- model
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-           "<|box_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+           "<|box_start|>", "<|box_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+           "<|image_pad|>", "<|video_pad|>"]
 ADDED = ["<think>", "</think>"]  # known to the tokenizer, but ordinary text to whoever decodes, as in Qwen3
 CHAT_TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -190,13 +192,13 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# Qwen's split into words and single digits; what answers and timestamps consist of is kept whole, to keep them short.
+# Qwen's split into words and single digits; what answers and timestamps consist of stays whole: fewer tokens.
 WORDS = (r"</?answer>|\{\"time\": \[|\d\.\d|(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def tokenizer_texts(records, prompts):
-    """What the tokenizer learns from: the toy's own questions and answers, time stamps, and every prompt form."""
+    """What the tokenizer learns from: the toy's questions and answers, time stamps, and every prompt form."""
     texts = ["system\n", "user\n", "assistant\n"] * 9
     for record in records:
         for message in video_io.build_messages(record, prompts, "direct"):
@@ -208,30 +210,35 @@ def tokenizer_texts(records, prompts):
 
 def make_processor(texts):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(Regex(WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=2000, min_frequency=2, special_tokens=SPECIAL, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     bpe.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SPECIAL,
-        padding_side="left", clean_up_tokenization_spaces=False)
-    patches = dict(patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left",
+        additional_special_tokens=SPECIAL, clean_up_tokenization_spaces=False)
+    patches = dict(patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3,
+                   image_std=[0.5] * 3)
     return Qwen3VLProcessor(
         tokenizer=tokenizer, chat_template=CHAT_TEMPLATE,
-        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 4096, "longest_edge": 16777216}, **patches),
+        image_processor=Qwen2VLImageProcessor(
+            size={"shortest_edge": 4096, "longest_edge": 16777216}, **patches),
         video_processor=Qwen3VLVideoProcessor(
             size={"shortest_edge": 4096, "longest_edge": 25165824}, cap_pixels_per_frame=False, **patches))
 
 
 def early_filters(weight):
-    """Random mixtures of slow patterns for the patch embedding's weight (out, 3, 2, 16, 16), and the bias (out,) that
-    sends a black patch to zero.  As in trained towers and in eyes: colour by levels, edges and changes by grey values."""
+    """Random mixtures of slow patterns for the patch embedding's weight (out, 3, 2, 16, 16), and the bias (out,)
+    that sends a black patch to zero.  As in trained towers and in eyes, levels tell colours, while edges and
+    changes are seen in grey."""
     import torch
 
     out, channels, frames, height, width = weight.shape
@@ -252,13 +259,15 @@ def make_model(tokenizer, seed):
 
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     text = dict(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5], mrope_interleaved=True),
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5],
+                             mrope_interleaved=True),
         bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
     vision = dict(
-        depth=2, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=64, patch_size=16,
-        spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=256, deepstack_visual_indexes=[0])
+        depth=2, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=64,
+        patch_size=16, spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=256,
+        deepstack_visual_indexes=[0])
     config = Qwen3VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=True, image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
@@ -276,16 +285,17 @@ def make_model(tokenizer, seed):
         patch = model.model.visual.patch_embed.proj
         patch.weight[:], patch.bias[:] = early_filters(patch.weight)
         model.lm_head.weight = model.model.language_model.embed_tokens.weight
-    model.generation_config = GenerationConfig(  # Qwen's own habits: whoever wants greedy or plain sampling must say so
-        bos_token_id=ids["<|endoftext|>"], pad_token_id=ids["<|endoftext|>"], do_sample=True, temperature=0.7, top_p=0.8,
-        top_k=20, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    # Qwen's habits: who wants greedy or plain sampling must say so.
+    model.generation_config = GenerationConfig(
+        bos_token_id=ids["<|endoftext|>"], pad_token_id=ids["<|endoftext|>"], do_sample=True, temperature=0.7,
+        top_p=0.8, top_k=20, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
     return model
 
 
 # ---------------------------------------------------------------------------------------------- warm start
 
-WARM_START_BATCH = {"toy-color": 4, "toy-direction": 4, "toy-count": 2, "toy-red": 2, "toy-appear": 2, "toy-image": 1,
-                    "toy-text": 1}  # records of each source
+WARM_START_BATCH = {"toy-color": 4, "toy-direction": 4, "toy-count": 2, "toy-red": 2, "toy-appear": 2,
+                    "toy-image": 1, "toy-text": 1}  # records of each source
 
 
 def valid_answers(record):
@@ -301,7 +311,7 @@ def valid_answers(record):
 
 def next_token_targets(answers, chosen, vocab):
     """For each step of the token list `chosen`, the share of `answers` (token lists) that go on with each token:
-    (len(chosen), vocab).  Learning these shares makes all answers equally likely, whatever their first tokens are."""
+    (len(chosen), vocab).  These shares make all answers equally likely, whatever they begin with."""
     import torch
 
     targets = torch.zeros(len(chosen), vocab)
@@ -313,11 +323,12 @@ def next_token_targets(answers, chosen, vocab):
 
 
 def processor_inputs(processor, records, prompts, spec):
-    """Hugging Face's tensors for the records' prompts, padded on the left: the answers can follow at one position."""
+    """Hugging Face's tensors for the records' prompts, padded on the left: answers start at one position."""
     media = [video_io.load_media(r, spec) for r in records]
     clips = [clip for m in media for clip in m.videos]
     images = [image for m in media for image in m.images]
-    metadata = [dict(fps=c.fps, frames_indices=c.frames_indices, total_num_frames=c.total_num_frames) for c in clips]
+    metadata = [dict(fps=c.fps, frames_indices=c.frames_indices, total_num_frames=c.total_num_frames)
+                for c in clips]
     return processor(
         text=[video_io.prompt_text(r, prompts, processor, "direct") for r in records],
         images=images or None, videos=[c.frames for c in clips] or None, video_metadata=metadata or None,
@@ -327,9 +338,10 @@ def processor_inputs(processor, records, prompts, spec):
 def warm_start(model, processor, records, prompts, seed, steps=72, batches=12, lr=5e-3, parts=12):
     """Teach the form of the answers, and to keep in mind what was seen.  Returns nats per token above chance.
 
-    Form: cross-entropy against all valid answers equally.  By itself this silences the pixels: they make up 0.1 % of the
-    variance of the state that the answer is read from, and reinforcement finds nothing to hold on to.  So a throwaway
-    head must read from that state the `parts` strongest components of the clip's vision features: no labels in it.
+    Form: cross-entropy against all valid answers equally.  By itself this silences the pixels: they make up
+    0.1 % of the variance of the state that the answer is read from, and reinforcement finds nothing to hold on
+    to.  So a throwaway head must read from that state the `parts` strongest components of the clip's vision
+    features: these come from the untrained tower, no label is in them.
     """
     import torch
 
@@ -385,7 +397,7 @@ def warm_start(model, processor, records, prompts, seed, steps=72, batches=12, l
 
 
 def make_toy(out="toy", seed=0, clips=400):
-    """Write everything under out; returns the number of parameters and the nats above chance that are left."""
+    """Write everything under out; returns the number of parameters and the nats per token off chance."""
     out = Path(out)
     for folder in ("clips", "images", "model"):
         shutil.rmtree(out / folder, ignore_errors=True)
@@ -417,8 +429,10 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clips", type=int, default=400, help="clips in all; a fifth of them is held out")
     args = parser.parse_args()
+    if args.clips < 60:
+        parser.error(f"--clips {args.clips}: with fewer than 60 some tasks have no records")
     parameters, above = make_toy(args.out, args.seed, args.clips)
-    print(f"{args.out}: model of {parameters:,} parameters, {above:.3f} nats per token above chance, {args.clips} clips")
+    print(f"{args.out}: {args.clips} clips, model of {parameters:,} parameters, {above:.3f} nats off chance")
 
 
 if __name__ == "__main__":
