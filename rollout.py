@@ -195,6 +195,7 @@ class Engine:
             self.asleep = False
 
     def close(self):
+        self.llm.llm_engine.engine_core.shutdown()  # while its process groups still exist
         del self.llm
         gc.collect()
 

@@ -98,6 +98,9 @@ class Config:
     # rewards
     accuracy_weight: float = 0.9
     format_weight: float = 0.1
+    reward: str = ""                   # path/to/file.py:function in place of rewards.py's rules
+    on_reward_error: Literal["stop", "zero"] = "stop"  # when that function raises
+    allow_code_execution: bool = False  # run the tests of code records (rewards.run_tests says in what cage)
     reward_workers: int = 1            # scoring processes
     # algorithm
     advantage: Literal["grpo", "dr_grpo"] = "grpo"  # dr_grpo: without the std
@@ -189,7 +192,7 @@ def load_data(files, cfg, prompts):
         records += video_io.load_records(path, cfg.data_root or None, prompts)
     for record in records:
         try:
-            rewards.check_record(record)
+            rewards.check_record(record, rewards.RewardSettings(reward=cfg.reward or None))
         except ValueError as e:
             problems.append(str(e))
     if problems:
@@ -751,7 +754,9 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     prompter = rollout.Prompter(processor, model_config, prompts, cfg.prompt_form, cfg.system_prompt or None,
                                 cfg.max_prompt_length)
     train, val = (usable(records, loader, prompter, cfg) for records in (train, val))
-    settings = rewards.RewardSettings(cfg.accuracy_weight, cfg.format_weight)
+    settings = rewards.RewardSettings(
+        cfg.accuracy_weight, cfg.format_weight, reward=cfg.reward or None, on_reward_error=cfg.on_reward_error,
+        allow_code_execution=cfg.allow_code_execution)
     banned = torch.tensor(video_io.vision_token_ids(model_config), device=device)
     scorer = rewards.Scorer(settings, cfg.reward_workers)
     return Run(cfg, rank, world, device, prompter, loader, banned, scorer), train, val
@@ -855,10 +860,10 @@ def main(cfg):
         if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
             save_checkpoint(run, model, optimizer, state)
 
-    accelerator.end_training()
     run.loader.close()
     run.scorer.close()
     run.engine.close()
+    accelerator.end_training()
     if run.rank == 0:
         report(cfg, state, time.time() - started)
 
@@ -875,10 +880,10 @@ def report(cfg, state, seconds):
     print(f"\nfinished {state['step']} steps in {seconds:.0f} s")
     validation = {int(step): values for step, values in state["validation"].items()}
     if validation:
-        first, last = min(validation), max(validation)
-        print(f"{'validation accuracy (greedy)':32s}{f'step {first}':>10s}{f'step {last}':>10s}")
-        for name, after in sorted(validation[last].items()):
-            print(f"  {name:30s}{validation[first].get(name, math.nan):10.3f}{after:10.3f}")
+        shown = sorted({min(validation), max(validation)})  # before and after
+        print(f"{'validation accuracy (greedy)':32s}" + "".join(f"{f'step {step}':>10s}" for step in shown))
+        for name in sorted(validation[shown[-1]]):
+            print(f"  {name:30s}" + "".join(f"{validation[step].get(name, math.nan):10.3f}" for step in shown))
     print(f"outputs: {cfg.output} (metrics.jsonl, rollouts/, validation/, checkpoints/)\nnext:\n"
           f"  python merge.py {cfg.output} {cfg.output}/merged\n"
           f"  python evaluate.py run --model {cfg.output}/merged --data "

@@ -49,7 +49,7 @@ def test_script_imports_only_the_stages_that_it_drives(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_keeps_to_its_line_budget(name):
     lines = (ROOT / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= OURS[name][1]
+    assert sum(1 for line in lines if line.strip()) <= OURS[name][1]  # code, comments, docstrings
     assert [i for i, line in enumerate(lines, 1) if len(line) > 110] == []
 
 

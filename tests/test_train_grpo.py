@@ -1,6 +1,6 @@
 """The update against plain Hugging Face forwards, the formulas against numbers, the run against SIGKILL."""
 
-
+import dataclasses
 import json
 import os
 import shutil
@@ -49,15 +49,20 @@ def some_groups(toy, run, kinds=("video", "image", "text", "video"), n=4):
     return [make_group(run, r, rng.integers(1, 9, n).tolist(), i) for i, r in enumerate(picked)]
 
 
-def separate_logprobs(model, run, group, response, temperature=1.0):
-    """One response's logprobs by an ordinary forward over inputs of the Hugging Face processor."""
+def hf_inputs(run, group):
+    """The group's prompt through the Hugging Face processor."""
     media = group.media
     videos = dict(videos=[c.frames for c in media.videos], do_sample_frames=False, video_metadata=[
         dict(fps=c.fps, frames_indices=c.frames_indices, total_num_frames=c.total_num_frames) for c in media.videos])
     inputs = run.prompter.processor(text=[group.text], images=media.images or None, do_resize=False,
                                     return_tensors="pt", **(videos if media.videos else {}))
-    P = inputs["input_ids"].shape[1]
     assert inputs["input_ids"][0].tolist() == group.prompt_ids
+    return inputs
+
+
+def separate_logprobs(model, run, group, response, temperature=1.0):
+    """One response's logprobs by an ordinary forward over inputs of the Hugging Face processor."""
+    inputs, P = hf_inputs(run, group), len(group.prompt_ids)
     answer = torch.tensor([response.ids])
     inputs["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -226,6 +231,30 @@ def test_a_run_folder_says_what_ran_and_what_came_of_it(toy, trained):
         answers = [json.loads(line) for line in open(run / f"validation/step_{step:06d}.jsonl")]
         assert len({a["key"] for a in answers}) == len(answers) == n_val
     assert "merge.py" in printed and "evaluate.py" in printed and "validation accuracy" in printed
+
+
+def test_validation_evaluate_and_plain_generate_agree_answer_by_answer(toy, trained, tmp_path):
+    run, _ = trained
+    merged, out = tmp_path / "merged", tmp_path / "eval"
+    for command in (["merge.py", run, merged],
+                    ["evaluate.py", "run", "--model", merged, "--data", toy / "val.jsonl", "--out", out]):
+        done = subprocess.run(["python", ROOT / command[0], *command[1:]], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    read = lambda file: {row["key"]: row for row in map(json.loads, open(file))}
+    validation, evaluated = read(run / "validation/step_000006.jsonl"), read(out / "samples.jsonl")
+    assert {k: (v["response"], v["accuracy"]) for k, v in validation.items()} == {
+        k: (v["response"], v["accuracy"]) for k, v in evaluated.items()}
+    assert len({v["response"] for v in validation.values()}) > 3
+
+    cfg = train_grpo.load_config(run / "config.json")
+    part, _, val = train_grpo.prepare(dataclasses.replace(cfg, decode_workers=0))
+    model = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32)
+    groups, _ = part.prompter.groups(train_grpo.submit(part, val[::7]))
+    for group in groups:
+        inputs = hf_inputs(part, group)
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=cfg.max_response_length)
+        text = part.prompter.processor.decode(ids[0, len(group.prompt_ids):], skip_special_tokens=True)
+        assert text == validation[group.record["key"]]["response"]
 
 
 def config_of_toy(toy):
