@@ -328,6 +328,8 @@ def shard(model, device, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if not dist.is_initialized():  # one process, started without a launcher
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device.type, (world,))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
     for block in [*model.model.visual.blocks, *model.model.language_model.layers, model]:
@@ -488,7 +490,8 @@ def packed_passes(run, model, groups):
     """Forward every pack of this process's groups, then dummies up to the count of the busiest process:
     collectives of sharded layers must match.  Yields (contents, pack, logprobs (R,), entropy (R,))."""
     cfg = run.cfg
-    packs = make_packs([g for g in groups if has_spread(g)], cfg.max_tokens_per_pack)
+    learning = [g for g in groups if has_spread(g) or cfg.entropy_bonus]
+    packs = make_packs(learning, cfg.max_tokens_per_pack)
     for i in range(max(gather(len(packs)))):
         contents = packs[i] if i < len(packs) else []
         pack = build_pack(contents, run.vision, run.device) if contents else dummy_pack(run.device)

@@ -175,11 +175,11 @@ def test_training_order_is_a_permutation_per_epoch_and_fixed_by_the_seed():
 # ---------------------------------------------------------------------------------------- whole runs
 
 
-def final_tensors(run):
-    """Every weight and optimizer tensor of a run's last checkpoint."""
+def final_tensors(run, name=None):
+    """Every weight and optimizer tensor of a run's checkpoint, the last if none is named."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    folder = run / "checkpoints" / (run / "checkpoints/latest").read_text()
+    folder = run / "checkpoints" / (name or (run / "checkpoints/latest").read_text())
     dcp_to_torch_save(folder / "dcp", run / "flat.pt")
     flat = torch.load(run / "flat.pt", weights_only=True)
     return {(part, name): tensor for part in flat for name, tensor in flat[part].items()}
@@ -208,6 +208,25 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_weights(toy, trained, tmp_p
     steps = lambda run: [(r["step"], r["reward"], r["loss"]) for r in map(json.loads, open(run / "metrics.jsonl"))]
     assert [s for s, *_ in steps(whole)] == [1, 2, 3, 4, 5, 6]
     assert steps(tmp_path / "killed") == steps(whole)
+
+
+def test_two_processes_with_sharded_weights_train_as_one_does(toy, trained, tmp_path):
+    """FSDP2 over gloo, an engine in each process: same losses, weights and optimizer state as the whole run."""
+    whole, _ = trained
+    launch = ["accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+              "--dynamo_backend", "no", "--main_process_port", "29613"]
+    done = subprocess.run([*launch, *train_command(toy, tmp_path / "two", steps=2, val_every=0)[1:]],
+                          capture_output=True, text=True, env=dict(os.environ, OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    read = lambda run: [json.loads(line) for line in open(run / "metrics.jsonl")][:2]
+    for ours, theirs in zip(read(tmp_path / "two"), read(whole), strict=True):
+        assert ours["reward"] == theirs["reward"] and ours["n_groups"] == theirs["n_groups"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    ours, theirs = final_tensors(tmp_path / "two"), final_tensors(whole, "step_000002")
+    assert ours.keys() == theirs.keys()
+    worst = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+    assert worst < 1e-5, worst
 
 
 def test_a_run_folder_says_what_ran_and_what_came_of_it(toy, trained):
