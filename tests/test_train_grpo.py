@@ -232,7 +232,7 @@ def test_two_processes_with_sharded_weights_train_as_one_does(toy, trained, tmp_
 def test_a_run_folder_says_what_ran_and_what_came_of_it(toy, trained):
     run, printed = trained
     config = json.loads((run / "config.json").read_text())
-    assert config["n"] == RUN["n"] and config["lr"] == 1e-3 and set(config) == set(vars(config_of_toy(toy)))
+    assert config["n"] == RUN["n"] and config["lr"] == SETTINGS["lr"] and set(config) == set(vars(config_of_toy(toy)))
     provenance = json.loads((run / "provenance.json").read_text())
     assert provenance["packages"]["torch"] == torch.__version__.split("+")[0]
     assert provenance["command"][0].endswith("train_grpo.py")
