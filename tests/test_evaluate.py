@@ -29,8 +29,8 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def data(toy, tmp_path_factory):
-    """A model folder with its training settings, and a file of 24 good records, one of a clip that is no video
-    and one of a clip that is cut short."""
+    """A model folder with its training settings, and a file of 24 good records, one of a clip that is no
+    video and one of a clip that is cut short."""
     folder = tmp_path_factory.mktemp("evaluate")
     shutil.copytree(toy / "model", folder / "model")
     (folder / "model/nanovideor1.json").write_text(json.dumps(TRAINED_WITH))
@@ -42,7 +42,7 @@ def data(toy, tmp_path_factory):
     (folder / "text.mp4").write_text("this is no video")
     good = Path(clip["videos"][0])
     (folder / "short.mp4").write_bytes(good.read_bytes()[: good.stat().st_size // 3])
-    rows[5:5] = [dict(clip, videos=[str(folder / "text.mp4")]), dict(clip, videos=[str(folder / "short.mp4")])]
+    rows[5:5] = [dict(clip, videos=[str(folder / name)]) for name in ("text.mp4", "short.mp4")]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -95,7 +95,7 @@ def test_answers_are_those_of_transformers_greedy_generation(data, evaluated):
 def test_training_settings_of_the_model_folder_are_the_defaults_and_flags_win(data):
     none = dict.fromkeys(evaluate.SETTINGS)
     settings = evaluate.resolve_settings(data / "model", none)
-    assert settings["max_frames"] == 8 and settings["prompt_form"] == "direct" and settings["max_tokens"] == 24
+    assert (settings["max_frames"], settings["prompt_form"], settings["max_tokens"]) == (8, "direct", 24)
     assert settings["total_pixels"] == 0  # what training did not say keeps its default
     assert evaluate.resolve_settings(data / "model", none | {"max_frames": 4})["max_frames"] == 4
     assert evaluate.resolve_settings(data, none) == evaluate.SETTINGS  # no such file
@@ -110,9 +110,12 @@ def test_an_interrupted_run_goes_on_and_answers_nothing_twice(data, evaluated, t
     samples.write_text("".join(kept) + lines[20][:40])  # and the last line was being written
     done = command("--model", data / "model", "--data", data / "data.jsonl", "--out", tmp_path / "out")
     assert done.returncode == 0 and "7 of 26 samples" in done.stdout
-    after = read(samples)
     assert samples.read_text().startswith("".join(kept))
-    assert sorted((r["key"], r["response"]) for r in after) == sorted((r["key"], r["response"]) for r in before)
+    assert answers(read(samples)) == answers(before)
+
+
+def answers(rows):
+    return sorted((row["key"], row["response"] or "") for row in rows)
 
 
 def refused(monkeypatch, capsys, *args):

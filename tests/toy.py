@@ -19,12 +19,12 @@ Writes (OUT is `toy` when left out; what an earlier run left there is replaced)
 
 Three things make it a fair test and a quick one:
 1. No frame tells the direction.  A shape that leaves the frame comes back at the other side, and it starts
-   anywhere: at every moment its place is uniform whatever its direction, only differences between frames tell.
+   anywhere: at every moment its place is uniform, whatever its direction.  Only a change between frames tells.
 2. The model starts out as a base model would: a short supervised warm start makes it write
    `<answer>X</answer>` with X uniform over the answers that the question allows, whatever the pixels.
-3. The model can see before it can answer, as a base model can.  Its first layer starts with slow filters (level
-   and slope of a patch, sum and difference in time) instead of white noise, and the warm start keeps what the
-   vision tower finds readable in the state from which answers are chosen, without using any label.
+3. The model can see before it can answer, as a base model can.  Its first layer starts with slow filters
+   (level and slope of a patch, sum and difference in time) instead of white noise, and the warm start keeps
+   what the vision tower finds readable in the state from which answers are chosen, without any label.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def noise(rng, size):
 def clip_frames(kind, rng, color, direction):
     """One clip: frames (T, S, S, 3) uint8, frames per second, and what its questions need to know."""
     size, fps = int(rng.choice([64, 64, 96, 128])), int(rng.choice([8, 10, 12, 15, 24, 30]))
-    # Half seconds, so that true intervals are among the valid answers; at 4 frames/s or more, 8 frames are there.
+    # Half seconds: true intervals are then among the valid answers.
     duration_s = float(rng.choice([1.5, 2.0, 2.5, 3.0, 4.0]))
     count = round(fps * duration_s)
     frames = np.stack([noise(rng, size) for _ in range(count)])  # (T, S, S, 3)
@@ -236,9 +236,9 @@ def make_processor(texts):
 
 
 def early_filters(weight):
-    """Random mixtures of slow patterns for the patch embedding's weight (out, 3, 2, 16, 16), and the bias (out,)
-    that sends a black patch to zero.  As in trained towers and in eyes, levels tell colours, while edges and
-    changes are seen in grey."""
+    """Random mixtures of slow patterns for the patch embedding's weight (out, 3, 2, 16, 16), and the bias
+    (out,) that sends a black patch to zero.  As in trained towers and in eyes, levels tell colours, while edges
+    and changes are seen in grey."""
     import torch
 
     out, channels, frames, height, width = weight.shape
@@ -260,7 +260,8 @@ def make_model(tokenizer, seed):
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     text = dict(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
+        tie_word_embeddings=True,
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5],
                              mrope_interleaved=True),
         bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
@@ -310,8 +311,8 @@ def valid_answers(record):
 
 
 def next_token_targets(answers, chosen, vocab):
-    """For each step of the token list `chosen`, the share of `answers` (token lists) that go on with each token:
-    (len(chosen), vocab).  These shares make all answers equally likely, whatever they begin with."""
+    """For each step of the token list `chosen`, the share of `answers` (token lists) that go on with each
+    token: (len(chosen), vocab).  These shares make all answers equally likely, whatever they begin with."""
     import torch
 
     targets = torch.zeros(len(chosen), vocab)
@@ -339,9 +340,9 @@ def warm_start(model, processor, records, prompts, seed, steps=72, batches=12, l
     """Teach the form of the answers, and to keep in mind what was seen.  Returns nats per token above chance.
 
     Form: cross-entropy against all valid answers equally.  By itself this silences the pixels: they make up
-    0.1 % of the variance of the state that the answer is read from, and reinforcement finds nothing to hold on
-    to.  So a throwaway head must read from that state the `parts` strongest components of the clip's vision
-    features: these come from the untrained tower, no label is in them.
+    0.1 % of the variance of the state that the answer is read from, and reinforcement finds nothing to hold
+    on to.  So a throwaway head must read from that state the `parts` strongest components of the clip's
+    vision features: these come from the untrained tower, no label is in them.
     """
     import torch
 
