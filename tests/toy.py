@@ -19,7 +19,7 @@ Writes (OUT is `toy` when left out; what an earlier run left there is replaced)
 
 Three things make it a fair test and a quick one:
 1. No frame tells the direction.  A shape that leaves the frame comes back at the other side, and it starts
-   anywhere: at every moment its place is uniform, whatever its direction.  Only a change between frames tells.
+   anywhere: at every moment its place is uniform, whatever its direction.  Only changes between frames tell.
 2. The model starts out as a base model would: a short supervised warm start makes it write
    `<answer>X</answer>` with X uniform over the answers that the question allows, whatever the pixels.
 3. The model can see before it can answer, as a base model can.  Its first layer starts with slow filters
@@ -237,7 +237,7 @@ def make_processor(texts):
 
 def early_filters(weight):
     """Random mixtures of slow patterns for the patch embedding's weight (out, 3, 2, 16, 16), and the bias
-    (out,) that sends a black patch to zero.  As in trained towers and in eyes, levels tell colours, while edges
+    (out,) that sends a black patch to zero.  As in trained towers and in eyes, levels tell colours, edges
     and changes are seen in grey."""
     import torch
 
