@@ -26,8 +26,8 @@ def test_the_same_seed_writes_the_same_bytes_and_another_seed_others(tmp_path):
 
 
 def test_a_shape_is_everywhere_equally_often_whatever_its_direction():
-    """In the first, a middle and the last frame: the brightness at every place, over many clips, is the same for
-    all directions within the noise of the sample.  A start in the middle or at a border would show."""
+    """First, middle and last frame: the mean brightness at every place over many clips is the same for all
+    directions, within the noise of the sample.  A start in the middle or at a border would show."""
     means = {}
     for direction in toys.DIRECTIONS:
         clips = []
