@@ -5,25 +5,25 @@
     python rewards.py responses.jsonl --show wrong 5      # print examples: ok | wrong | invalid | truncated
     python rewards.py responses.jsonl --explain 3         # response 3: what was read, and by which rule
 
-A row is a record (problem, answer or solution, problem_type, options ...) with `response` or `responses`, as
-in training's rollouts/step_*.jsonl. score(record, response) returns
-    accuracy    0..1, its meaning is said beside each problem type's function below
+A row is a record with `response` or `responses`, as in training's rollouts/step_*.jsonl. score() returns
+    accuracy    0..1; the formula is beside each comparer below
     format      1 = a closed <answer> tag, its content of the type's form; 0.5 = tag, other content; 0 = none
-    overlong, repetition   -1..0, present only when switched on
-    overall     accuracy_weight * accuracy + format_weight * format + the weighted penalties
-    prediction  what was read;  method  the rule that read it
+    overlong, repetition   -1..0, only when switched on;  overall   the weighted sum of all these
+    prediction, method     what was read, and the rule that read it
     status      ok (accuracy > 0) | wrong (read, accuracy 0) | invalid (unreadable) | truncated (in <think>)
-Nothing is guessed or drawn: what cannot be read is `invalid` and counted. Patterns are linear in the text;
-what may hang all the same (math, code, custom rewards) runs in a worker that is killed at the time limit.
+A problem type is a pair in TYPES: a reader (text to value, or NoAnswer) and a comparer (two values to 0..1).
+Patterns are linear in the text; what may hang all the same (math, code, custom rewards) runs in a worker that
+is killed at the time limit.
 """
-import argparse, ast, bisect, difflib, faulthandler, functools, importlib.util, json, logging, math, os, re
-import resource, signal, subprocess, sys, tempfile, time, unicodedata
-from collections import Counter, defaultdict, deque
+import argparse, ast, bisect, contextlib, difflib, faulthandler, functools, itertools, json, logging, math
+import os, re, resource, runpy, subprocess, sys, tempfile, time, unicodedata
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
+
+from rapidfuzz.distance import Indel, LCSseq, Levenshtein
 
 @dataclass(frozen=True)
 class RewardSettings:
@@ -31,7 +31,7 @@ class RewardSettings:
     format_weight: float = 0.1
     reward: str | None = None            # "path/to/file.py:function" in place of the rules below
     on_reward_error: str = "stop"        # stop | zero, when that function raises
-    timeout_s: float = 10.0              # per response; time to import libraries is not counted
+    timeout_s: float = 10.0              # per response
     allow_code_execution: bool = False   # run a record's `tests` on code answers (limits: run_tests)
     box_space: str | None = None         # gold boxes of records without `box_space`: pixels | 0-1000 | 0-1
     answer_box_space: str = "0-1000"     # the model's boxes, wherever the gold's space is known
@@ -42,51 +42,39 @@ class RewardSettings:
     repetition_weight: float = 0.1
 
 class NoAnswer(ValueError):
-    """The text holds no answer of this type. status: invalid, or wrong for hedges and lists."""
-    def __init__(self, reason, status="invalid"):
-        super().__init__(reason)
-        self.status = status
+    """The text holds no answer of this type: status invalid."""
+
+class Hedge(NoAnswer):
+    """It holds several: status wrong."""
 
 class RewardError(RuntimeError):
-    """The scorer cannot go on (custom reward failed, package missing). The message is ready to print."""
-
-@functools.cache
-def library(module: str, package: str):
-    """A scoring library, imported on first use: runs on other problem types do without it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise RewardError(f"scoring this type needs {package}: pip install {package} ({error})") from None
+    """The custom reward failed. The message is ready to print."""
 
 # ---------------------------------------------------------------- the answer inside the response
 
-def answer_region(response: str) -> tuple[str, str | None, bool]:
-    """(answer text, what marked it: tag | open tag | None, cut off inside its thoughts?). Last marks win."""
+def answer_region(response: str) -> tuple[str, bool, bool]:
+    """(answer text, in a closed tag?, cut off inside its thoughts?). The last </think> and <answer> count."""
     text = response.rpartition("</think>")[2]
     if "<think>" in text:
-        return "", None, True
-    _, opened, answer = text.rpartition("<answer>")        # without the tag, `answer` is all of the text
-    answer, closed, _ = answer.partition("</answer>")
-    return answer, (("tag" if closed else "open tag") if opened else None), False
+        return "", False, True
+    answer, closed, _ = text.rpartition("<answer>")[2].partition("</answer>")
+    return answer, bool(closed) and "<answer>" in text, False
 
 def unbox(text: str) -> str:
     r"""Content of the last \boxed{...}, "" if it never closes; the text itself where there is none."""
-    start, depth = text.rfind("\\boxed{"), 0
-    for i in range(start + 6, len(text)) if start >= 0 else ():
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[start + 7:i]
-    return text if start < 0 else ""
+    _, boxed, content = text.rpartition("\\boxed{")
+    depths = itertools.accumulate((c == "{") - (c == "}") for c in content)
+    end = next((i for i, depth in enumerate(depths) if depth < 0), 0)
+    return content[:end] if boxed else text
 
 def gold_text(record: dict) -> str:
     """The gold answer. A tagged `solution` wins: benchmarks use `answer` for the option's text beside it."""
-    answer, solution = record.get("answer"), record.get("solution")
-    if answer is None or isinstance(solution, str) and re.search("<answer>|<think>", solution):
-        answer = solution
-    answer = json.dumps(answer) if isinstance(answer, (dict, list)) else str("" if answer is None else answer)
-    text, mark, _ = answer_region(answer)
+    gold, solution = record.get("answer"), record.get("solution")
+    gold = solution if gold is None or re.search("<answer>|<think>", str(solution)) else gold
+    gold = json.dumps(gold) if isinstance(gold, (dict, list)) else str("" if gold is None else gold)
+    text, tagged, _ = answer_region(gold)
     # Charades-STA's gold stands inside <think>, behind it is a broken tag: take the whole text without tags.
-    return (text if mark else re.sub("</?(?:think|answer)>", " ", answer)).strip()
+    return (text if tagged else re.sub("</?(?:think|answer)>", " ", gold)).strip()
 
 SIGNS = {"-": "‐‑‒–—―−", '"': "“”„«»", "'": "‘’´", "/": "⁄", "": "\u200b\u200c\u200d\ufeff"}
 SIGNS = {ord(char): sign for sign, chars in SIGNS.items() for char in chars}
@@ -98,9 +86,13 @@ def plain(text: str) -> str:
         text = re.sub("(?<=[0-9])(?=[¼½¾⅐-⅞])", " ", text)      # and 1½ into 11/2
         text = re.sub("[\u0300-\u036f]{9,}|[\ufdfa\ufdfb]", "", text)   # quadratic; 18 characters
         text = unicodedata.normalize("NFKC", text).translate(SIGNS)
-    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "").replace("\\%", "%")
-    text = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"[*$`]|\\[()\[\]]", "", text).strip()
+    text = re.sub(r"\\(?:text|math)(?:rm|bf)?\s*\{([^{}]*)\}", r" \1", text)
+    text = text.replace("{,}", ",").replace("\\%", "%")
+    return re.sub(r"\\[,!()\[\]]|[$`]|\*+(?!\d)|(?<!\d)\*+", "", text).strip()
+
+def prose(text: str) -> str:
+    """plain() text of at most 4,000 characters: answers in prose stand at either end."""
+    return plain(text if len(text) <= 4000 else text[:1000] + "\n" + text[-3000:])
 
 def phrase(text: str) -> str:
     """For comparing words: lower case, single spaces, no outer punctuation, no leading article."""
@@ -109,187 +101,170 @@ def phrase(text: str) -> str:
 
 # ---------------------------------------------------------------- choices: options, yes or no, preferences
 
-# What may stand right before or after a declared label; matched in windows of 60 and 40 characters around it.
-FILL = (r"(?:[\W_]|\b(?:is|was|be|would|should|must|will|are|the|an?|option|choice|letter|answer|most|likely|"
-        r"probably|clearly|definitely|still|now|number|response)\b|[是为应该选择项])*$")
-CUE = re.compile(
-    r"(?:\b(?:ans|response|it is|it's|must be|choose|pick|select|prefer|go with|go for|i say|i'd say|think|"
-    r"believe|guess|so|thus|therefore|hence|finally|not [A-Z],? but)\b|"
-    r"\b(?:answer\b|(?:option|choice|verdict)\b(?=.*\b(?:is|be)\b))(?:[^.\n]{0,40}\b(?:is|be)\b)?|"
-    r"\b[^\W_]+\s*[:=]|[=-]>|→|⇒|答案|(?<!不)[选是])" + FILL, re.I)
-NOT_BEFORE = re.compile(r"(?:\b(?:not|never|neither|nor|no|than|instead of)|n't|不是?|不选|排除|而非)"
-                        r"(?:[\s\"'(]|\b(?:an?|the|option|choice|选项)\b)*$", re.I)
-RIGHT = re.compile(r"[)\]\"'.]*\s*(?:(?:is|are|would be|must be|seems|looks) (?:(?:to be|the|most|only|my) )*"
-                   r"(?:correct|right|best|true|final|answer|better|preferred|superior|likely)\b|wins\b|"
-                   r"(?:选项)?(?:才?是|为)?\s*(?:正确|对的|答案|更好))", re.I)
-WRONG = re.compile(r"[)\]\"'.]*\s*(?:(?:is|are|seems|looks|can't be|cannot be)\s+(?:\w+ly\s+)?(?:not|wrong|"
-                   r"incorrect|false|ruled|out|worse|inferior)\b|isn't\b|是?[错不])", re.I)
-AND = r"[)\].\"']*\s*(?:{}\b(?:or|and|to)\b|和|或|以及)\s*(?:(?:and|or|maybe|option)\s+)*[(\[\"']*"
-JOIN, BOTH = re.compile(AND.format("[,/&+~、|-]|"), re.I), re.compile(AND.format(""), re.I)
-OPENS = re.compile(r"(?:[\W_]|option|choice|definitely|probably|clearly|likely|选项|选)*", re.I)
-ALONE = re.compile(r"[)\]]|\s*(?:[.:,、。;-]|$|\n)|\s+(?:rather|instead|because|since)\b")
+# Every mention of a label is first replaced by one private character (MARK), with FREE behind it if it speaks
+# for itself: an option's text does, a letter must be declared. So one grammar serves all types of choice.
+MARK, FREE = "[\ue000-\ue0ff]", "\uf000"
+SAID = f"({MARK}){FREE}?"
+FILL = (rf"(?:(?!{MARK})[\W_]|\b(?:is|was|be|would|should|must|will|the|an?|option|choice|letter|answer|most|"
+        r"likely|probably|clearly|definitely|number|response)\b|[是为应该选择项]){0,20}")
+CUE = (r"(?:\b(?:ans|response|it is|it's|choose|pick|select|prefer|go (?:with|for)|say|think|believe|guess|"
+       rf"so|thus|therefore|hence|finally|not {MARK}{FREE}?,? but|(?:answer|verdict|(?:correct|right|best) "
+       r"(?:option|choice))(?:\b[^.\n\ue000-\ue0ff]{0,40}\b(?:is|be))?)\b|\b\w{1,30}\s?[:=]|[=-]>|答案|(?<!不)[选是])")
+AFTER = r"[)\]\"'.]{0,3}\s?"
+RIGHT = AFTER + (r"(?:(?:is|are|would be|must be|seems|looks) (?:(?:to be|the|most|only|my) ){0,3}(?:correct|"
+                 r"right|best|true|final|answer|better)\b|wins\b|(?:选项)?[才是为]{0,2}\s?(?:正确|对的|答案|更好))")
+WRONG = AFTER + (r"(?:(?:is|are|seems|looks|can't be|cannot be)\s(?:\w+ly\s)?(?:not|wrong|incorrect|false|"
+                 r"ruled out|worse)\b|isn't\b|是?[错不])")
+NOT = (r"(?:\b(?:not|never|neither|nor|no|than|instead of)|n't|不是?|不选|排除|而非)"
+       r"(?:[\s\"'(]|\b(?:an?|the|option|choice)\b|选项){0,8}")
+OR = AFTER + r"(?:[,/&+~、|-]|\b(?:or|and|to)\b|和|或|以及)\s?(?:(?:and|or|maybe|option) ){0,2}[(\[\"']{0,3}"
+OPENS = r"^(?:[\W_]|option|choice|definitely|probably|clearly|likely|选项|选){0,20}?"
+ALONE = r"(?=[)\]]|\s?(?:[.:,、。;-]|$)|\s(?:rather|instead|because|since)\b)"
+REJECTED = re.compile(f"{NOT}{SAID}|{SAID}{WRONG}", re.I)
+HEDGED = re.compile(rf"{SAID}{OR}(?!\1)(?=({MARK}))", re.I)
+RULES = {"declared": re.compile(f"{CUE}{FILL}{SAID}|{SAID}{RIGHT}", re.I),
+         "opens a line": re.compile(f"{OPENS}(?:({MARK}){FREE}|{SAID}{ALONE})", re.I | re.M),
+         "only one named": re.compile(f"({MARK}){FREE}"),
+         "ends the text": re.compile(rf"[.!?。(]\s*{SAID}[\s.)]*\Z")}
 
-def decide(text: str, mentions: list[tuple]) -> tuple[str, str]:
-    """(label, method) a text settles on: the last one declared, else one that opens a line, else the only.
-    mentions: (start, end, label, free); what is not free (a letter, "no") has to be declared or opening."""
-    kept = []
-    for mention in sorted(mentions, key=lambda m: (m[0], -m[1])):
-        if not kept or mention[1] > kept[-1][1]:              # not inside a longer one
-            kept.append(mention)
-    kept = kept[:100] + kept[100:][-100:]                     # bounds the work on endless lists
-    between = [text[a[1]:b[0]][:40] if a[2] != b[2] else "" for a, b in zip(kept, kept[1:])] + [""]
+def decide(text: str, letters: dict, free: dict, weak: dict) -> tuple[str, str]:
+    """(label, method) that a text settles on: its only letter, else the last label declared, else the one
+    that opens a line, else the only one named. free, weak: {label: pattern of its mentions}."""
+    whole = re.fullmatch(r"[\W_]*([A-Za-z0-9])[\W_]*", text)
+    if whole and whole[1].upper() in letters:
+        return letters[whole[1].upper()], "letter"
+    text, labels = re.sub(f"{MARK}|{FREE}", " ", text), list(free | weak)
+    for patterns, suffix in ((free, FREE), (weak, "")):
+        for label, pattern in patterns.items():
+            text = re.sub(pattern, chr(0xE000 + labels.index(label)) + suffix, text)
 
-    def settle(i, method):
-        for j in (i - 1, i):
-            if j >= 0 and JOIN.fullmatch(between[j]):
-                raise NoAnswer(f"several answers ({kept[j][2]}, {kept[j + 1][2]})", "wrong")
-        return kept[i][2], method
+    def spots(pattern):                            # (place, label) of each match
+        found = [match.start(match.lastindex) for match in pattern.finditer(text)]
+        return [(i, labels[ord(text[i]) - 0xE000]) for i in found]
 
-    opening, free_ones, rejected = [], [], set()
-    for i, (start, end, label, free) in reversed(list(enumerate(kept))):
-        before, after = text[max(0, start - 60):start], text[end:end + 40]
-        if NOT_BEFORE.search(before) or WRONG.match(after) or (
-                BOTH.fullmatch(between[i]) and kept[i + 1][2] in rejected):
-            rejected.add(label)
-        elif label not in rejected:
-            if CUE.search(before) or RIGHT.match(after):
-                return settle(i, "declared")
-            line = text[text.rfind("\n", 0, start) + 1:start][-40:]
-            last = re.search(r"(?:[.!?。]\s+[\W_]*|\()$", before) and not after.strip(" .)*\n")
-            if (OPENS.fullmatch(line) or last) and (free or ALONE.match(after)):
-                opening.append(i)
-            if free:
-                free_ones.append(i)
-    for method, found in (("opens a line", opening), ("only one named", free_ones)):
-        if len({kept[i][2] for i in found}) > 1:
-            raise NoAnswer("several answers", "wrong" if found is opening else "invalid")
+    rejected = {label: i for i, label in spots(REJECTED)}
+    hedged = {match.start(k) for match in HEDGED.finditer(text) for k in (1, 2)}
+    for method, pattern in RULES.items():
+        found = [(i, label) for i, label in spots(pattern) if i > rejected.get(label, -1)]
+        found = found[-1:] if method == "declared" else found
+        if len({label for _, label in found}) > 1 or hedged & {i for i, _ in found}:
+            raise Hedge("several answers")
         if found:
-            return settle(found[0], method)
-    hedged = any(JOIN.fullmatch(gap) for gap in between)
-    raise NoAnswer("several answers" if hedged else "no choice named", "wrong" if hedged else "invalid")
+            return found[-1][1], method
+    raise Hedge("several answers") if hedged else NoAnswer("no choice named")
 
 @functools.lru_cache(4096)
 def option_phrases(options: tuple) -> dict[str, str]:
     """{"A": phrase, ...}; the options' own letters when every option has one and none repeats."""
     options = [plain(str(option)) for option in options]
-    prefixes = [re.match(r"\(?([A-Z])(?:[.:)、,]|\s-)\s*", option) for option in options]
-    if all(prefixes) and len({match[1] for match in prefixes}) == len(options):
-        return {match[1]: phrase(match.string[match.end():]) for match in prefixes}
+    own = [re.match(r"\(?([A-Z])(?:[.:)、,]|\s-)\s*(.*)", option, re.S) for option in options]
+    if all(own) and len({match[1] for match in own}) == len(own):
+        return {match[1]: phrase(match[2]) for match in own}
     return {chr(65 + i): phrase(option) for i, option in enumerate(options[:26])}
 
 def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
     """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer."""
-    texts, text = option_phrases(tuple(record.get("options") or ())), plain(text)
-    whole = re.fullmatch(r"[\W_]*([A-Za-z])[\W_]*", text)
-    if whole and whole[1].upper() in texts:
-        return whole[1].upper(), "letter"
-    said = phrase(text)
-    same = [letter for letter, option in texts.items() if option == said != ""]
-    if len(same) == 1:
-        return same[0], "option text"
+    texts, said = option_phrases(tuple(record.get("options") or ())), phrase(text)
+    unique = {option: letter for letter, option in texts.items() if list(texts.values()).count(option) == 1}
+    if said in unique and said:
+        return unique[said], "option text"
+    free = {unique[option]: r"(?i)(?<![\w.])(?:(?:an?|the)\s+)?" + r"\s+".join(map(re.escape, option.split()))
+            + r"(?!\w|[.,]\d)" for option in sorted(unique, key=len)[::-1] if option.isdigit() or option[1:]}
     # "A man", "I think": words, not letters, unless the sentence goes on about the letter.
-    letters = re.finditer(r"(?<![A-Za-z0-9])(?:[B-HJ-Z]|[AI](?!\s+(?!(?:because|since|as|and|but|or|due|is|"
-                          r"in|for|from|seems|with)\b)[a-z]))(?![A-Za-z0-9]|'\w)", text)
-    mentions = [(*m.span(), m[0], False) for m in letters if m[0] in texts]
-    for option in set(texts.values()):
-        if len(option) > 1 or option.isdigit():
-            same = "/".join(letter for letter, other in texts.items() if other == option)
-            words_ = r"(?<![\w.])" + re.escape(option).replace(r"\ ", r"\s+") + r"(?!\w|[.,]\d)"
-            mentions += [(*m.span(), same, True) for m in re.finditer(words_, text.lower())]
-    letter, method = decide(text, mentions)
-    if letter not in texts:
-        raise NoAnswer(f"text of several options ({letter})")
-    return letter, method
+    word = r"|\s+(?!(?:because|since|as|and|but|or|due|is|in|for|from|seems|with)\b)[a-z]"
+    weak = {letter: rf"(?<![A-Za-z0-9]){letter}(?![A-Za-z0-9]|'\w{word if letter in 'AI' else ''})"
+            for letter in texts}
+    return decide(prose(text), dict(zip(texts, texts)), free, weak)
 
-YES = re.compile(r"\b(?:yes|true|correct|right|not (?:false|wrong))\b|(?<!\w)[是对真]的?(?!\w)|(?<!不)正确", re.I)
-NO = re.compile(r"\b(?:no|false|incorrect|wrong|untrue)\b|(?:\bnot|n't) (?:true|correct|right)\b|"
-                r"(?<!\w)(?:否|没有|错误?|假)的?(?!\w)|不是的?(?!\w)|不对|不正确", re.I)
+YES = r"(?i)\b(?:yes|true|correct|right|not (?:false|wrong))\b|(?<!\w)[是对真]的?(?!\w)|(?<!不)正确"
+NO = (r"(?i)^\W*no\b|(?<!not )\b(?:false|incorrect|wrong|untrue)\b|(?:\bnot|n't) (?:true|correct|right)\b|"
+      r"(?<!\w)(?:否|没有|错误?|假)的?(?!\w)|不是的?(?!\w)|不对|不正确")
 
 def read_boolean(text: str, record: dict, *_) -> tuple[str, str]:
     """yes or no. Binary classification also has `options`, or other labels, which must match as a whole."""
-    gold, text = phrase(gold_text(record)), plain(text)
     if record.get("options"):
         return read_choice(text, record)
-    if whole := re.fullmatch(r"\W*([ynft])\W*", text, re.I):
-        return ("yes" if whole[1].lower() in "yt" else "no"), "letter"
-    yes_or_no = re.fullmatch(f"[yntf]|{YES.pattern}|{NO.pattern}", gold)
-    if "class" in record["problem_type"].lower() and not yes_or_no:
+    gold = phrase(gold_text(record))
+    if "class" in record["problem_type"].lower() and not re.fullmatch(f"{YES}|[yntf]|{NO[4:]}", gold):
         return short_answer(text, gold), "label"
-    return decide(text, [(*m.span(), "yes", True) for m in YES.finditer(text)] + [
-        (*m.span(), "no", m[0].lower() != "no" or not m.start()) for m in NO.finditer(text)])
+    letters = {"Y": "yes", "T": "yes", "N": "no", "F": "no"}
+    return decide(prose(text), letters, {"no": NO, "yes": YES}, {"no": r"(?i)\bno\b"})
 
-SIDE = r"(?:response|answer|model|assistant|caption|critique|output)\s*#?\s*(?:{0})\b|\b{1}\b|\[\[{2}\]\]"
+SIDE = r"(?i)(?:response|answer|model|assistant|caption|critique|output)\s*#?\s*(?:{0})\b|\b{1}\b|\[\[{2}\]\]"
 SIDES = {"1": SIDE.format("1|a|one", "first", "a"), "2": SIDE.format("2|b|two", "second", "b"),
-         "tie": r"\b(?:tied?|draw|equal|equally|neither|both|the same)\b|\[\[c\]\]|平局"}
+         "tie": r"(?i)\b(?:tied?|draw|equal|equally|neither|both|the same)\b|\[\[c\]\]|平局"}
 
 def read_preference(text: str, record: dict, *_) -> tuple[str, str]:
     """1, 2 or tie, in the sets' spellings: "A", "[[B]]", "Response 1 is better", "the second", "equal"."""
-    if record.get("options"):
-        return read_choice(text, record)
-    if whole := re.fullmatch(r"[\W_]*([abc012])[\W_]*", text := plain(text), re.I):
-        return {"a": "1", "b": "2", "c": "tie", "0": "tie"}.get(whole[1].lower(), whole[1]), "letter"
-    found = [(*m.span(), side, True) for side in SIDES for m in re.finditer(SIDES[side], text, re.I)]
-    letters = [(*m.span(), {"A": "1", "B": "2"}[m[0]], False) for m in re.finditer(r"\b[AB]\b", text)]
-    return decide(text, found + letters)
+    letters = {"A": "1", "1": "1", "B": "2", "2": "2", "C": "tie", "0": "tie"}
+    return decide(prose(text), letters, SIDES, {"1": r"\bA\b", "2": r"\bB\b"})
 
 def equal(prediction, gold, *_) -> float:
     return float(prediction == gold)
 
-# ---------------------------------------------------------------- numbers
+# ---------------------------------------------------------------- numbers, first rewritten as digits
 
-VALUES = dict(zip("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-                  "fifteen sixteen seventeen eighteen nineteen".split(), range(20)))
-VALUES |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
-VALUES |= dict(zip("零一二三四五六七八九〇两", [*range(10), 0, 2]))
-SCALES = {"hundred": 100, "dozen": 12, "thousand": 10**3, "million": 10**6} | dict(
-    zip("十百千万亿", (10, 100, 1000, 10**4, 10**8)))
-WORD = "(?:" + "|".join(sorted((word for word in VALUES | SCALES if word.isascii()), key=len)[::-1]) + ")"
-HANZI = "[" + "".join(word for word in VALUES | SCALES if not word.isascii()) + "]"
-NUMBER_WORDS = re.compile(rf"\b(?:a (?={WORD}))?{WORD}(?:(?:\s+and\s+|\s+|-){WORD})*\b(?!\s+of\b)|"
-                          rf"(?<!第){HANZI}+(?![共直样些起定下般切])", re.I)
+ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+        "sixteen seventeen eighteen nineteen").split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+VALUES = dict(zip([*ONES, *TENS, *"零一二三四五六七八九〇两"], [*range(20), *range(20, 100, 10), *range(10), 0, 2]))
+POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9} | dict(zip("十百千万亿", (1, 2, 3, 4, 8)))
+WORD = "(?:" + "|".join([*TENS, *ONES[::-1], *list(POWERS)[:4]]) + ")"
+HANZI = "[零一二三四五六七八九〇两十百千万亿]"
 NUMBER = r"(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?"
-QUANTITY = re.compile(
-    rf"(?<![A-Za-z_^\d])(?<!\d\.)(?P<sign>(?<![\d)%A-Za-z])-\s?)?(?:(?P<whole>\d+)\s+(?=\d+\s?/))?"
-    rf"(?P<top>{NUMBER})(?:\s?/\s?(?P<low>{NUMBER}))?(?:\^\{{?(?P<power>[-+]?\d+)\}}?)?"
-    r"(?P<percent>\s?(?:%|per\s?cent\b))?", re.I)
-CUES = (("declared", re.compile(r"\b(?:answer|result|final(?:ly)?)\b|答案", re.I)),
-        ("concluded", re.compile(r"[=≈]|\b(?:so|thus|therefore|hence|making|total|equals)\b|[总一]共|所以", re.I)),
-        ("last sentence", re.compile(r"[.!?。]\s|\n")))
-ALSO = re.compile(r"\s*(?:[a-z]+\s*)?(?:\b(?:or|to)\b|[-~/:±至到或])\W*|\s*(?:\band\b|[,;+x*·^、和])?\s*", re.I)
 
 def words_value(match) -> str:
     total = 0
     for word in re.findall(f"{WORD}|{HANZI}", match[0].lower()):
-        if scale := SCALES.get(word):          # multiplies what is smaller: 2 thousand 3 | hundred
-            total += max(total % scale, 1) * scale - total % scale
-        else:
-            total += VALUES[word]
+        scale = 10 ** POWERS.get(word, 0)      # multiplies what is smaller: 2 thousand 3 | hundred
+        total += VALUES[word] if word in VALUES else max(total % scale, 1) * scale - total % scale
     return str(total)
 
-def digits(text: str) -> str:
-    r"""Write numbers as digits: twenty-one, 十二, 3×10^8, 2.5 million, \frac{1}{2}, one and a half."""
-    text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1/\2", text)
-    text = re.sub(rf"百分之({HANZI}+|[\d.]+)", r"\1%", text)
-    for scale, power in (("thousand", 3), ("million", 6), ("billion", 9), ("万", 4), ("亿", 8)):
-        text = re.sub(rf"(?i)(?<=\d)\s?{scale}", f"e{power}", text)
-    text = NUMBER_WORDS.sub(words_value, re.sub(r"(?i)(?:\b(?:an?|one) )?\bhalf\b(?! of\b)", "1/2", text))
-    text = re.sub(r"(?<=\d) and (?=1/2)", " ", re.sub(r"(?<=\d) ?(?:point|点) ?(?=\d)", ".", text))
-    text = re.sub(r"(?i)\b(?:minus|negative) (?=\d)", "-", text)
-    return re.sub(r"(?i)(?<=\d)\s?(?:[x*·×]|\\times|\\cdot)\s?10\s?\^\s?\{?([-+]?\d+)\}?", r"e\1", text)
+def clock_value(match) -> str:
+    hours, minutes, seconds = (float((part or "0").replace(",", ".")) for part in match.groups())
+    return str(hours * 3600 + minutes * 60 + seconds)
+
+THOUSANDS = {r"(?<![\d.,])\d{1,3}(?:(?:,\d{3})+(?![,\d])|(?: \d{3})+(?![\d,/]))":       # 1,234 and 1 234
+             lambda match: re.sub("[, ]", "", match[0])}
+DIGITS = {
+    r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}": r" \1/\2",
+    r"(?<=\d)\s?(thousand|[mb]illion|[万亿])": lambda match: f"e{POWERS[match[1].lower()]}",
+    r"(?:\b(?:an?|one) )?\bhalf\b(?! of\b)": "1/2",
+    rf"\b(?:a (?={WORD}))?{WORD}(?:(?:\s+and\s+|\s+|-){WORD})*\b(?!\s+of\b)|"
+    rf"(?<!第){HANZI}+(?![共直样些起定下般切])": words_value,
+    r"(?<=\d) and (?=1/2)": " ",
+    r"\b(?:minus|negative) (?=\d)": "-",
+    r"(?<=\d)\s?(?:[x*·×]|\\times|\\cdot)\s?10\s?\^\s?\{?([-+]?\d+)\}?": r"e\1",                 # 3 x 10^8
+    r"(?<![\d.])10\s?\^\s?\{?([-+]?\d+)\}?": r"1e\1"}
+SECONDS = {
+    r"(?<![\d.:])(?:(\d+):)?(\d+):(\d+(?:[.,]\d+)?)(?![\d:])": clock_value,
+    r"(?<![\d.])([\d.]+)(?=\s?(?:-|to|and|到|至)\s?[\d.]+\s?(min|分))": r"\1 \2"} | DIGITS | {
+    r"(?<![a-z\d.])(?:(\d+)\s?(?:hours?|hrs?|h|小时)\s?)?(\d+(?:\.\d+)?)\s?(?:minutes?|mins?|m|分钟?)"
+    r"(?:\s?(?:and )?(\d+(?:\.\d+)?)\s?(?:seconds?|secs?|s|秒))?(?![a-z])": clock_value,
+    r"(?<=\d)\s?(?:seconds?|secs?|s|秒|st|nd|rd|th)(?![a-z])": ""}
+
+def rewrite(text: str, rules: dict) -> str:
+    """Numbers as digits, by THOUSANDS, DIGITS or SECONDS."""
+    for pattern, replacement in rules.items():
+        text = re.sub(pattern, replacement, text, flags=re.I)
+    return text
+
+QUANTITY = re.compile(rf"(?<![A-Za-z_^\d])(?<!\d\.)((?<![\d)%A-Za-z])-\s?)?(?:(\d+)\s+(?=\d+\s?/))?({NUMBER})"
+                      rf"(?:\s?/\s?({NUMBER}))?(\s?(?:%|per\s?cent\b))?", re.I)
+CUES = {"declared": r"\b(?:answer|result|final(?:ly)?)\b|答案",
+        "concluded": r"[=≈]|\b(?:so|thus|therefore|hence|making|total|equals)\b|[总一]共|所以",
+        "last sentence": r"[.!?。]\s|\n"}
+ALSO = re.compile(r"\s*(?:[a-z]+\s*)?(?:\b(?:or|to)\b|[-~/:±至到或])\W*|\s*(?:\band\b|[,;+x*·、和])?\s*", re.I)
 
 def quantity(match) -> float:
-    """Value of a QUANTITY match; nan when it overflows or divides by zero."""
-    try:
-        value = float(match["top"]) / float(match["low"] or 1) + float(match["whole"] or 0)
-        return value ** int(match["power"] or 1) * (-1 if match["sign"] else 1)
-    except (ZeroDivisionError, OverflowError, ValueError):
-        return math.nan
+    sign, whole, top, low, _ = match.groups()
+    value = float(whole or 0) + float(top) / (float(low or 1) or math.nan)
+    return -value if sign else value
 
 def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     """((value, has a percent sign), method): the number after the last "answer", else after the last "so" or
     "total", else the first of the last sentence that has one. Ranges, alternatives, sums are hedges."""
-    text = digits(re.sub(r"(?<![\d.,])\d{1,3}(?:(?:,\d{3})+(?![,\d])|(?: \d{3})+(?![\d,/]))",
-                         lambda match: re.sub("[, ]", "", match[0]), plain(text)))       # 1,234 and 1 234
+    text = rewrite(prose(text), THOUSANDS | DIGITS)
     if re.fullmatch(r"\W*(?:none|no|nil|nothing|没有|无)\W*", text, re.I):
         return (0.0, False), "none is zero"
     bare = re.sub(r"\([^()]*\)?", lambda match: " " * len(match[0]), text)      # without "(10.5 ft)"
@@ -297,28 +272,25 @@ def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     found = list(QUANTITY.finditer(text))
     if not found:
         raise NoAnswer("no number")
-    for method, cue in CUES:
-        start = max((m.end() for m in cue.finditer(text) if m.end() <= found[-1].end()), default=0)
-        if start:
+    for method, cue in CUES.items():
+        ends = [match.end() for match in re.finditer(cue, text, re.I) if match.end() <= found[-1].end()]
+        if ends:
+            found = [match for match in found if match.end() >= ends[-1]]
             break
-    i = next(i for i, match in enumerate(found) if match.end() >= start)
-    value, end = quantity(found[i]), found[i].end()
-    if re.match(r"[.,]\d", text[end:end + 2]) or not math.isfinite(value):
+    value, end = quantity(found[0]), found[0].end()
+    if re.match(r"[.,]\d|\^", text[end:end + 2]) or not math.isfinite(value):
         raise NoAnswer("malformed or infinite number")
-    for other in found[i + 1:]:
-        if not ALSO.fullmatch(text, end, other.start()):
-            break
+    for other in itertools.takewhile(lambda other: ALSO.fullmatch(text, end, other.start()), found[1:]):
         if quantity(other) != value:
-            raise NoAnswer("several numbers", "wrong")
+            raise Hedge("several numbers")
         end = other.end()
-    return (value, bool(found[i]["percent"])), method
+    return (value, bool(found[0][5])), method
 
 def same_number(prediction, gold, *_) -> float:
-    """1 if equal after rounding to 2 decimals (to 1 % below .01). 50% is .5, and 50 if the gold has no %."""
+    """1 if equal after rounding to 2 decimals. 50% is .5, and 50 if the gold has no %."""
     (p, p_percent), (g, g_percent) = prediction, gold
     pairs = [(p, g)] + [(p / 100, g) if p_percent else (p, g / 100)] * (p_percent != g_percent)
-    return float(any(math.isclose(a, b, rel_tol=0.01) if 0 < abs(b) < 0.01 else round(a, 2) == round(b, 2)
-                     for a, b in pairs))
+    return float(any(round(a, 2) == round(b, 2) for a, b in pairs))
 
 def relative_accuracy(prediction, gold, *_) -> float:
     """MRA (VSI-Bench): share of t in numpy.linspace(.5, .95, 10) with |p - g| / |g| <= 1 - t."""
@@ -326,97 +298,57 @@ def relative_accuracy(prediction, gold, *_) -> float:
     error = abs(p - g) / abs(g) if g else 0.0 if p == g else math.inf
     return sum(error <= 1 - t for t in [*(0.5 + i * ((0.95 - 0.5) / 9) for i in range(9)), 0.95]) / 10
 
-# ---------------------------------------------------------------- times and boxes
+# ---------------------------------------------------------------- times, boxes and points: one JSON reader
 
-def json_values(text: str) -> list:
-    """Every outermost JSON object or list in the text, in order; single quotes are forgiven."""
-    values, depth, start = [], 0, 0
-    for match in re.finditer(r'"(?:[^"\\\n]|\\.)*"?|[\[\]{}]', text):
-        if match[0] in "{[":
-            start, depth = start if depth else match.start(), depth + 1
-        elif match[0] in "}]" and depth:
-            depth -= 1
-            span = text[start:match.end()] if depth == 0 else ""
-            for candidate in (span, span.replace("'", '"')) if span else ():
-                try:
-                    values.append(json.loads(candidate))
-                    break
-                except (ValueError, RecursionError):
-                    pass
-    if depth:
+N = r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)"
+RANGE = re.compile(rf"{N}(?=[^\d.]{{0,12}}(?:\b(?:to|and|until|till)\b|->?|~|→|至|到|和)[^\d.]{{0,20}}{N})|"
+                   rf"\A\D*{N}[^\w.]+{N}\D*\Z", re.I)
+FIELDS = re.compile("time|window|interval|segment|span|moment|start|begin|end|box|^[xy]_?(?:min|max|[12])$")
+
+def json_value(text: str):
+    """The last JSON object or list in the text, None where there is none; single quotes are forgiven."""
+    if text.count("[") != text.count("]") or text.count("{") != text.count("}"):
         raise NoAnswer("brackets that never close")
-    return values
+    text = text if '"' in text else text.replace("'", '"')
+    value, end, failures = None, 0, 0
+    for opening in re.finditer(r"[\[{]", text):
+        if opening.start() >= end and failures < 20:
+            try:
+                value, end = json.JSONDecoder().raw_decode(text, opening.start())
+            except (ValueError, RecursionError):
+                failures += 1
+    return value
 
-def json_object(text: str) -> dict:
-    objects = [value for value in json_values(plain(text)) if isinstance(value, dict)]
-    if not objects:
-        raise NoAnswer("no JSON object")
-    return objects[-1]
-
-def numbers(value, keys, depth=0) -> list[float]:
-    """Numbers of a JSON value (or in its strings) in order; of an object, only those of the fields with names
-    that match `keys`, where any does."""
+def numbers(value) -> list[float]:
+    """Numbers of a JSON value in order, those in strings too; other strings are labels. Of an object, those
+    of the fields named in FIELDS, where it has any."""
     if isinstance(value, dict):
-        value = [value[key] for key in value if keys.search(key)] or list(value.values())
-    if isinstance(value, list) and depth < 9:
-        return [number for item in value for number in numbers(item, keys, depth + 1)]
-    found = [float(n) for n in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?|(?<=\d-)\d+(?:\.\d+)?", str(value))]
-    if not found and not isinstance(value, str) or any(abs(number) > 1e9 for number in found):
-        raise NoAnswer(f"not a number: {str(value)[:40]}")          # NaN, null, true, nested too deep
-    return found
+        value = [value[key] for key in value if FIELDS.search(key)] or list(value.values())
+    if isinstance(value, list):
+        return [number for item in value for number in numbers(item)]
+    try:
+        number = float(value)
+    except (ValueError, TypeError):
+        return []
+    if not abs(number) < 1e9:
+        raise NoAnswer(f"not a number: {number}")
+    return [number]
 
-CLOCK = re.compile(r"(?<![\d.:])(?:(\d+):)?(\d+):(\d+(?:[.,]\d+)?)(?![\d:])")
-AMOUNT = r"(?:(\d+(?:\.\d+)?)\s?(?:{}))?\s?"
-SPELLED = re.compile(r"(?<![A-Za-z\d.])(?=\d)" + AMOUNT.format("hours?|hrs?|h|小时")
-                     + AMOUNT.format("minutes?|mins?|m|分钟?") + "(?:and )?"
-                     + AMOUNT.format("seconds?|secs?|s|秒|st|nd|rd|th") + "(?![a-z])", re.I)
-TO = re.compile(r"[\s<>\"'(\[\])]*(?:\b(?:to|and|until|till|through)\b|-+>?|~|→|至|到|,|和)"
-                r"(?:[\s<>\"'(\[\])第=]|\b(?:the|about|around|approximately|second|timestamp|at|t)\b)*", re.I)
-START = re.compile(r"\b(?:start|begin|from)|开始|从", re.I)
-END = re.compile(r"\b(?:end|stop|finish|until|to\b)|结束|到", re.I)
-TIME_KEY = re.compile("time|window|interval|segment|span|moment|start|begin|from|end|stop|^to$", re.I)
+def coordinates(value, scale) -> list[float]:
+    return [x * scale[i % 2] for i, x in enumerate(numbers(value))]
 
-def in_seconds(text: str) -> str:
-    """Every time as a plain number of seconds: 1:07, 00:01:07,5, 1 min 7 s, seven seconds, 1 to 2 minutes."""
-    total = lambda match: str(sum(float((part or "0").replace(",", ".")) * scale
-                                  for part, scale in zip(match.groups(), (3600, 60, 1))))
-    text = re.sub(r"(?<![\d.])([\d.]+)(\s?(?:-|to|and|到|至)\s?[\d.]+ ?(min|hour|分|小时))", r"\1 \3 \2", text)
-    text = digits(CLOCK.sub(total, text))
-    return SPELLED.sub(lambda match: total(match) if any(match.groups()) else match[0], text)
-
-def read_spans(text: str, *_) -> tuple[list, str]:
-    """([(start, end)] in seconds, ends sorted, method). JSON first; in prose the last range wins."""
-    text = in_seconds(plain(text))
-    for value in reversed(json_values(text)):
-        times = numbers(value, TIME_KEY)
-        if times and len(times) % 2 == 0:
-            return disjoint(zip(times[::2], times[1::2])), "JSON"
-        if isinstance(value, dict):
-            raise NoAnswer("no pair of times in the JSON")
-    tokens = list(re.finditer(r"(?<![A-Za-z\d.])\d+(?:\.\d+)?", text))[-200:]
-    for first, second in zip(tokens[-2::-1], tokens[:0:-1]):
-        before, gap = text[max(0, first.start() - 60):first.start()], text[first.end():second.start()][:80]
-        only = len(tokens) == 2 and not re.search(r"\w", gap)
-        if only or TO.fullmatch(gap) and gap.strip() != "," or START.search(before) and END.search(gap):
-            return disjoint([(float(first[0]), float(second[0]))]), "range in prose"
-    raise NoAnswer("no range of times")
-
-def disjoint(pairs) -> list:
-    """Sorted, merged (start, end); zero lengths are dropped."""
-    out = []
-    for start, end in sorted(sorted(pair) for pair in pairs):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(end, out[-1][1]))
-        elif end > start:
-            out.append((start, end))
-    return out
-
-def span_iou(prediction, gold, *_) -> float:
-    """Seconds in both over seconds in either; several windows count as one set of seconds."""
-    both = sum(max(0.0, min(e, f) - max(s, t)) for s, e in prediction for t, f in gold)
-    return both / max(sum(e - s for s, e in [*prediction, *gold]) - both, 1e-9)
-
-BOX_KEY = re.compile(r"box|^[xy](?:_?(?:min|max|[12]))$", re.I)
+def boxes_of(value, scale) -> dict:
+    """{second: (x1, y1, x2, y2)}, corners sorted. Boxes without seconds are counted from 0."""
+    xs, boxes = coordinates(value, scale), {}
+    if not isinstance(value, dict) or not all(re.fullmatch(r"[\d.]+", key) for key in value):
+        value = {i // 4: xs[i:i + 4] for i in range(0, len(xs), 4)}
+        scale = 1, 1
+        if len(xs) % 4:
+            raise NoAnswer("no box of four numbers")
+    for second, box in value.items():
+        a, b, c, d = xs if len(xs := coordinates(box, scale)) == 4 else (0, 0, 0, 0)
+        boxes[round(float(second), 3)] = (min(a, c), min(b, d), max(a, c), max(b, d))   # "8.0" is "8"
+    return boxes
 
 def box_scale(record: dict, settings: RewardSettings) -> tuple[float, float]:
     """Factors (x, y) from the model's coordinates to the gold's; (1, 1) where no `box_space` is declared."""
@@ -428,82 +360,68 @@ def box_scale(record: dict, settings: RewardSettings) -> tuple[float, float]:
         raise ValueError(f"box_space {spaces}: choose pixels (with the record's width, height), 0-1000, 0-1")
     return tuple(gold / answer for gold, answer in zip(sizes[spaces[0]], sizes[spaces[1]]))
 
-def boxes_of(value, scale) -> list[tuple]:
-    """Boxes (x1, y1, x2, y2), corners sorted, of a JSON value or text with a multiple of four numbers."""
-    xs = [x * scale[i % 2] for i, x in enumerate(numbers(value, BOX_KEY))]
-    if not xs or len(xs) % 4:
-        raise NoAnswer("no box of four numbers")
-    return [(min(a, c), min(b, d), max(a, c), max(b, d)) for a, b, c, d in zip(*(xs[i::4] for i in range(4)))]
+def read_marks(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
+    """{"time": [s, e], "boxes": {"8": [x1, y1, x2, y2], ...} or one box, "positive_points": [[x, y], ...],
+    "negative_points": ..., "mask": ...}, what the type needs of them; times or a box in other forms too."""
+    kind, method = canonical(record["problem_type"]), "JSON"
+    name = "time" if kind == "temporal grounding" else "boxes"
+    value = json_value(rewrite(plain(text), SECONDS))
+    if value is None:
+        text, method = rewrite(prose(text), SECONDS), "prose"
+        ranges = [[time for time in match.groups() if time] for match in RANGE.finditer(text)]
+        value = (ranges or [[]])[-1] if name == "time" else re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", text)
+    fields = value if isinstance(value, dict) and {"time", "boxes"} & set(value) else {name: value}
+    marks = {"time": sorted(numbers(fields.get("time"))), "mask": fields.get("mask"),
+             "boxes": boxes_of(fields.get("boxes", {}), scale)}
+    for name in ("positive_points", "negative_points"):
+        xs = coordinates(fields.get(name), scale)
+        marks[name] = list(zip(xs[::2], xs[1::2]))
+    if len(marks["time"]) != 2 if "temporal" in kind else not marks["boxes"]:
+        raise NoAnswer("no pair of times" if "temporal" in kind else "no box")
+    return marks, method
 
-def read_boxes(text: str, record: dict, scale=(1, 1)) -> tuple[list, str]:
-    """JSON boxes, else the numbers of the text: (10, 20), (30, 40)."""
-    values = json_values(plain(text))
-    return boxes_of(values[-1] if values else plain(text), scale), "JSON" if values else "numbers"
+def span_iou(prediction, gold, *_) -> float:
+    """Seconds in both over seconds in either."""
+    (s, e), (t, f) = prediction["time"], gold["time"]
+    both = max(0.0, min(e, f) - max(s, t))
+    return both / max(e - s + f - t - both, 1e-9)
 
 def box_iou(a, b) -> float:
+    """Area in both over area in either."""
     both = max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
     return both / max((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both, 1e-9)
 
+def track_iou(prediction, gold, *_, seconds=None) -> float:
+    """Mean box IoU over the gold's frames: leaving out the hard ones does not pay."""
+    p, g, seconds = prediction["boxes"], gold["boxes"], seconds or gold["boxes"]
+    return sum(box_iou(p[t], g[t]) for t in seconds if t in p and t in g) / max(len(seconds), 1)
+
 def boxes_iou(prediction, gold, *_) -> float:
-    """Box IoU; of several boxes in order, over the larger count, so that extra boxes cost."""
-    return sum(map(box_iou, prediction, gold)) / max(len(prediction), len(gold))
-
-def read_tube(text: str, record: dict, scale=(1, 1)) -> tuple[tuple, str]:
-    """((windows, {second: box}), method) of {"time": [s, e], "boxes": {"8": [x1, y1, x2, y2], ...}}."""
-    value, boxes = json_object(text), {}
-    for key, box in value["boxes"].items() if isinstance(value.get("boxes"), dict) else ():
-        try:
-            second = round(float(key), 3)                      # "8" and "8.0" are the same second
-            boxes[second] = (0, 0, 0, 0)                       # a broken box counts as a wrong one
-            boxes[second] = boxes_of(box, scale)[0]
-        except ValueError:
-            pass
-    windows = read_spans(json.dumps([value["time"]]))[0] if "time" in value else []
-    if not windows and not boxes:
-        raise NoAnswer("neither times nor boxes by second")
-    return (windows, boxes), "JSON"
-
-def mean_box_iou(prediction: dict, gold: dict, when) -> float:
-    shared = [box_iou(prediction[t], gold[t]) for t in when if t in prediction and t in gold]
-    return sum(shared) / max(len(when), 1)
+    """Mean box IoU over the seconds (or, without seconds, places in the list) of either: extra boxes cost."""
+    return track_iou(prediction, gold, seconds=prediction["boxes"] | gold["boxes"])
 
 def tube_iou(prediction, gold, *_) -> float:
-    """.5 temporal IoU + .5 box IoU over the seconds of either; temporal alone if the gold has no box."""
-    time_iou, boxes = span_iou(prediction[0], gold[0]), (prediction[1], gold[1])
-    return 0.5 * time_iou + 0.5 * mean_box_iou(*boxes, {*boxes[0], *boxes[1]}) if gold[1] else time_iou
+    """.5 temporal IoU + .5 boxes_iou; temporal IoU alone if the gold has no box."""
+    time_iou = span_iou(prediction, gold)
+    return 0.5 * time_iou + 0.5 * boxes_iou(prediction, gold) if gold["boxes"] else time_iou
 
-def track_iou(prediction, gold, *_) -> float:
-    """Box IoU over the gold's frames: leaving out the hard ones does not pay."""
-    return mean_box_iou(prediction[1], gold[1], gold[1])
-
-def read_segments(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
-    """{"boxes": [x1, y1, x2, y2], "positive_points": [[x, y], ...], "negative_points": ..., "time": s}."""
-    value = json_object(text)
-    out = {"box": boxes_of(value.get("boxes", value.get("bbox_2d")), scale)[0], "mask": value.get("mask")}
-    for name in ("positive_points", "negative_points", "time"):
-        xs = numbers(value.get(name) or [], BOX_KEY)
-        points = [(x * scale[0], y * scale[1]) for x, y in zip(xs[::2], xs[1::2])]
-        out[name] = xs if name == "time" else points
-    return out, "JSON"
-
-def inside(point, box, mask) -> bool:
-    """mask: uncompressed COCO run lengths {"size": [h, w], "counts": [...]}: by column, zeros first."""
+def inside(point, gold) -> bool:
+    """In a box, or in a mask: COCO run lengths {"size": [h, w], "counts": [...]} by column, zeros first."""
     x, y = point
-    if not mask:
-        return box[0] <= x <= box[2] and box[1] <= y <= box[3]
-    (height, width), ends = mask["size"], list(accumulate(mask["counts"]))
+    if not gold["mask"]:
+        return any(box[0] <= x <= box[2] and box[1] <= y <= box[3] for box in gold["boxes"].values())
+    (height, width), ends = gold["mask"]["size"], list(itertools.accumulate(gold["mask"]["counts"]))
     return 0 <= x < width and 0 <= y < height and bisect.bisect_right(ends, int(x) * height + int(y)) % 2 == 1
 
 def segment_score(prediction, gold, *_) -> float:
     """.5 box IoU + .25 share of positive points inside + .25 of negative points outside the gold box or mask.
     With a time in the gold (video): .3, .2, .2 and .3 exp(-|seconds off| / 2). OneThinker's weights."""
-    positive, negative = ([inside(point, gold["box"], gold["mask"]) for point in prediction[name]]
+    positive, negative = ([inside(point, gold) for point in prediction[name]]
                           for name in ("positive_points", "negative_points"))
+    box = boxes_iou(prediction, gold)
     points = sum(positive) / max(len(positive), 1) + negative.count(False) / max(len(negative), 1)
-    if not gold["time"]:
-        return 0.5 * box_iou(prediction["box"], gold["box"]) + 0.25 * points
-    off = abs(prediction["time"][0] - gold["time"][0]) if prediction["time"] else math.inf
-    return 0.3 * box_iou(prediction["box"], gold["box"]) + 0.2 * points + 0.3 * math.exp(-off / 2)
+    off = abs((prediction["time"] or [math.inf])[0] - (gold["time"] or [0])[0])
+    return 0.3 * box + 0.2 * points + 0.3 * math.exp(-off / 2) if gold["time"] else 0.5 * box + 0.25 * points
 
 # ---------------------------------------------------------------- text and math
 
@@ -519,36 +437,28 @@ def read_text(text: str, *_) -> tuple[str, str]:
         raise NoAnswer("empty answer")
     return text.strip(), "text"
 
-QUOTING = re.compile(r"(?i)\b(?:reads?|says?|text|signs?|shows?|written|is)\b|[是写]")
-
 def read_ocr(text: str, record: dict, *_) -> tuple[str, str]:
     """The text, or the part that a sentence quotes or announces: The sign reads "STOP"; Text: STOP."""
-    said = plain(text)
-    quotes = re.findall(r"\"([^\"]+)\"|(?<!\w)'([^']+)'(?!\w)", said)
-    quotes = quotes or re.findall(r"^[^:\n]{1,60}: *(.+)()$", said)
-    quoted = "".join(quotes[0]) if len(quotes) == 1 else ""
-    if quoted and phrase(text) != phrase(gold_text(record)) and QUOTING.search(said.replace(quoted, " ")):
-        return quoted, "quoted text"
+    quotes = re.findall(r"\"([^\"]+)\"|^(?:text|answer)\s?: *(.+)", plain(text), re.I)
+    if len(quotes) == 1 and '"' not in plain(gold_text(record)):
+        return "".join(quotes[0]), "quoted text"
     return read_text(text)
 
 def word_accuracy(prediction, gold, *_) -> float:
     """1 - word error rate, at least 0."""
-    prediction, gold = words(prediction), words(gold)
-    distance = library("rapidfuzz.distance.Levenshtein", "rapidfuzz").distance(gold, prediction)
-    return max(0.0, 1 - distance / max(len(gold), 1))
-
-LEAD = re.compile(r"(?:.*(?:\b(?:is|are|was|were)\b|:|是)|it's)\W*")
+    gold = words(gold)
+    return max(0.0, 1 - Levenshtein.distance(gold, words(prediction)) / max(len(gold), 1))
 
 def short_answer(text: str, gold: str) -> str:
     """An answer as a phrase to compare with the gold's, without "It is a" or "The answer is" in front."""
     answer = phrase(text)
-    lead = LEAD.match(answer)
+    lead = re.match(r"(?:.*(?:\b(?:is|are|was|were)\b|:|是)|it's)\W*", answer)
     return answer if answer == gold or not lead else phrase(answer[lead.end():])
 
 @functools.cache
 def rouge():
-    scorer = library("rouge_score.rouge_scorer", "rouge-score")
-    return scorer.RougeScorer(["rouge1", "rouge2"], tokenizer=SimpleNamespace(tokenize=words))
+    from rouge_score import rouge_scorer                      # loads nltk: only runs that need it wait
+    return rouge_scorer.RougeScorer(["rouge1", "rouge2"], tokenizer=SimpleNamespace(tokenize=words))
 
 def text_similarity(prediction, gold, *_) -> float:
     """Golds up to five words: the same phrase. Longer ones: mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L."""
@@ -557,51 +467,42 @@ def text_similarity(prediction, gold, *_) -> float:
         return float(short_answer(prediction, phrase(gold)) == phrase(gold))
     scores = rouge().score(gold, prediction)
     # rouge-score's own ROUGE-L fills an n x m table in Python; rapidfuzz finds the same length bit-parallel.
-    common = library("rapidfuzz.distance.LCSseq", "rapidfuzz").similarity(gold_words, answer_words)
-    longest = 2 * common / (len(gold_words) + len(answer_words))
+    longest = 2 * LCSseq.similarity(gold_words, answer_words) / (len(gold_words) + len(answer_words))
     return (scores["rouge1"].fmeasure + scores["rouge2"].fmeasure + longest) / 3
 
-@functools.cache
-def math_library():
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)     # its own timeout is off: ours kills
-    return library("math_verify", "math-verify")
-
-LATEX = str.maketrans({"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "%": r"\%",
-                       "×": r"\times ", "·": r"\cdot ", "∪": r"\cup ", "±": r"\pm "})
+LATEX = dict(zip(map(ord, "π∞°≤≥×·∪±%"),
+                 r"\pi |\infty |^\circ |\le |\ge |\times |\cdot |\cup |\pm |\%".split("|")))
 
 @functools.lru_cache(4096)
 def parsed_math(text: str) -> list:
+    import math_verify                                        # loads sympy
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)     # its own timeout is off: ours kills
     text = re.sub(r"√\s?(\d+)", r"\\sqrt{\1}", text.replace("\\%", "%").replace("\\$", ""))
     text = re.sub(r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp)\b", r"\\\1", text)
-    return math_library().parse(f"${text.translate(LATEX)}$", parsing_timeout=None)
+    return math_verify.parse(f"${text.translate(LATEX)}$", parsing_timeout=None)
 
 def read_math(text: str, record: dict, *_) -> tuple[str, str]:
     r"""What follows the last "answer is", in it the last $...$; the whole text where there is neither."""
     if record.get("options"):
-        try:
+        with contextlib.suppress(NoAnswer):
             return read_choice(text, record)[0], "option"
-        except NoAnswer:
-            pass
-    method, text = "whole text", re.sub(r"\\(?:text|math)(?:rm|bf)?\s*\{([^{}]*)\}", r" \1", text.strip())
-    if cues := list(re.finditer(r"(?i)\banswer(?:\s+is)?\s*[:=]?|答案(?:是|为)?[:：]?", text)):
-        method, text = "declared", text[cues[-1].end():].strip().split("\n")[0]
-    if dollars := re.findall(r"\$([^$]+)\$", text):
-        method, text = "math span", dollars[-1]
+    parts = re.split(r"(?i)\banswer(?:\s+is)?\s*[:=]?|答案(?:是|为)?[:：]?", text)
+    text = parts[-1].strip().split("\n")[0] if parts[1:] else text
+    text = (re.findall(r"\$([^$]+)\$", text) or [text])[-1]
+    text = re.sub(r"\\(?:text|math)(?:rm|bf)?\s*\{([^{}]*)\}", r" \1", text)
     text = unicodedata.normalize("NFKC", re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", r"^{\g<0>}", text)).translate(SIGNS)
-    if not (text := text.strip(" .,;*`\n")):
-        raise NoAnswer("no math answer")
-    return text[:2000], method
+    return read_text(text.strip(" .,;*`\n")[:2000])
 
 def same_math(prediction, gold, record, settings) -> float:
     """Equality by math-verify: surds, sets of answers, intervals, equations. Words are compared as words."""
     options = option_phrases(tuple(record.get("options") or ()))
     gold = options[gold] if gold in options and prediction not in options else gold
-    if " ".join(plain(prediction).lower().split()) == " ".join(plain(gold).lower().split()):
+    if plain(prediction).split() == plain(gold).split():
         return 1.0
     if re.search(r"^\(?[A-Za-z]\)?$|(?<!\\)\b(?!sin|cos|tan|log|sqrt|exp)[A-Za-z]{3,}", gold):
         return float(short_answer(prediction, phrase(gold)) == phrase(gold))
     p, g = parsed_math(prediction), parsed_math(gold)
-    verify = math_library().verify
+    from math_verify import verify
     return float(bool(p and g) and verify(g, p, timeout_seconds=None, allow_set_relation_comp=True))
 
 # ---------------------------------------------------------------- code and markup
@@ -624,35 +525,27 @@ def guard(event, args):
 source = compile(open("answer.py", encoding="utf-8").read(), "answer.py", "exec")
 sys.addaudithook(guard)
 exec(source, {"__name__": "__main__"})
-sys.stdout.flush()
 sys.stdout.write("\n" + token)
 """
 
-def run_tests(code: str, tests, limit_s: float) -> float:
-    """Share of tests passed. A test is Python text run after the code, or {"input": stdin, "output": stdout}.
-    Each gets its own process: isolated Python, temporary folder, limits on CPU, memory (1 GB), file size and
-    processes, no sockets, no files outside; killed when limit_s for all is used up. This keeps accidents and
-    cheap tricks out; for code that attacks on purpose, put the whole run into a container."""
-    tests = [tests] if isinstance(tests, (str, dict)) else tests
-    deadline, passed = time.monotonic() + limit_s, 0
-    for test in tests:
-        token, asks = os.urandom(16).hex(), isinstance(test, dict)
-        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
-            Path(folder, "answer.py").write_text(code if asks else f"{code}\n{test}", "utf-8", "replace")
-            child = subprocess.Popen([sys.executable, "-I", "-c", CHILD, str(math.ceil(limit_s))], cwd=folder,
-                                     stdin=subprocess.PIPE, stdout=out, stderr=subprocess.DEVNULL,
-                                     env={"TOKEN": token, "OPENBLAS_NUM_THREADS": "1"})
-            try:
-                typed = str(test["input"]).encode() if asks else b""
-                child.communicate(typed, max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()                       # it could not start others
-                child.communicate()
-            out.seek(0)
-            printed, ended, _ = out.read(1 << 20).decode(errors="replace").partition("\n" + token)
-            ended = child.returncode == 0 if asks else bool(ended)
-        passed += ended and (not asks or printed.split() == str(test["output"]).split())
-    return passed / max(len(tests), 1)
+def run_test(code: str, test, limit_s: float) -> bool:
+    """Does code pass? A test is Python text run after it, or {"input": stdin, "output": stdout}. It runs in a
+    temporary folder, with limits on time, memory (1 GB), file size, processes; no sockets, no files outside.
+    This keeps out accidents and cheap tricks; against attacks on purpose, run all of it in a container."""
+    token, asks = os.urandom(16).hex(), isinstance(test, dict)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
+        Path(folder, "answer.py").write_text(code if asks else f"{code}\n{test}", "utf-8", "replace")
+        try:                                       # on timeout, run() kills it; it could not start others
+            child = subprocess.run(
+                [sys.executable, "-I", "-c", CHILD, str(math.ceil(limit_s))], timeout=limit_s, cwd=folder,
+                input=str(test["input"] if asks else "").encode(), stdout=out, stderr=subprocess.DEVNULL,
+                env={"TOKEN": token})
+        except subprocess.TimeoutExpired:
+            return False
+        out.seek(0)
+        printed, ended, _ = out.read(1 << 20).decode(errors="replace").partition("\n" + token)
+    right = printed.split() == str(test["output"]).split() if asks else bool(ended)
+    return right and child.returncode == 0
 
 def fenced(text: str) -> str:
     """Inside of the last ``` block, or the text."""
@@ -662,27 +555,26 @@ def fenced(text: str) -> str:
 def read_code(text: str, *_) -> tuple[str, str]:
     code = fenced(text).strip()
     try:
-        if ast.parse(code).body:
-            return code, "Python"
+        if not ast.parse(code).body:
+            raise SyntaxError("no statement")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NoAnswer(f"not Python: {str(error)[:60]}") from None
-    raise NoAnswer("no code")
-
-def alike(a: list, b: list) -> float:
-    """2 x the longest common subsequence / (len(a) + len(b))."""
-    return library("rapidfuzz.distance.Indel", "rapidfuzz").normalized_similarity(a, b)
+    return code, "Python"
 
 def code_score(prediction, gold, record, settings) -> float:
-    """Share of `tests` passed if allow_code_execution; else likeness to the gold's syntax nodes."""
+    """Share of `tests` passed if allow_code_execution; else 2 LCS / sum of lengths of the syntax nodes."""
     if record.get("tests") and settings.allow_code_execution:
-        return run_tests(prediction, record["tests"], 0.8 * settings.timeout_s)
-    trees = ast.parse(prediction), ast.parse(fenced(gold).strip())
-    return alike(*([type(node).__name__ for node in ast.walk(tree)] for tree in trees))
+        tests = [record["tests"]] if isinstance(record["tests"], (str, dict)) else record["tests"]
+        deadline = time.monotonic() + 0.8 * settings.timeout_s
+        return sum(run_test(prediction, test, deadline - time.monotonic()) for test in tests) / len(tests)
+    trees = ast.parse(prediction), ast.parse(gold)
+    return Indel.normalized_similarity(*([type(node).__name__ for node in ast.walk(tree)] for tree in trees))
 
 def read_markup(text: str, record: dict, *_) -> tuple[tuple, str]:
     """((tags in document order, Counter of attributes), method). SVG must be well-formed XML; HTML must close
     its tags in order (libxml2 calls HTML5's tag names unknown, which is no error here)."""
-    etree, text, svg = library("lxml.etree", "lxml"), fenced(text), "svg" in record["problem_type"].lower()
+    from lxml import etree
+    text, svg = fenced(text), "svg" in record["problem_type"].lower()
     start = re.search(r"(?i)<svg\b" if svg else r"(?i)<!doctype|<[a-z]", text)
     parser = etree.XMLParser(resolve_entities=False) if svg else etree.HTMLParser()
     try:
@@ -696,27 +588,25 @@ def read_markup(text: str, record: dict, *_) -> tuple[tuple, str]:
     return ([node.tag for node in nodes], attributes), "parsed"
 
 def markup_similarity(prediction, gold, *_) -> float:
-    """Mean of the likeness of the tag sequences and the F1 of the attributes (name and value, by tag)."""
+    """Mean of 2 LCS / sum of lengths of the tag sequences and F1 of the attributes (tag, name, value)."""
     total = prediction[1].total() + gold[1].total()
     shared = 2 * (prediction[1] & gold[1]).total() / total if total else 1.0
-    return (alike(prediction[0], gold[0]) + shared) / 2
+    return (Indel.normalized_similarity(prediction[0], gold[0]) + shared) / 2
 
 # ---------------------------------------------------------------- every type, one response
 
-TYPES = {  # type: (read(text, record, box scale) -> (value, method), compare(value, gold, record, settings))
-    "multiple choice": (read_choice, equal), "numerical": (read_number, same_number),
-    "regression": (read_number, relative_accuracy), "boolean": (read_boolean, equal),
-    "binary classification": (read_boolean, equal), "math": (read_math, same_math),
-    "ocr": (read_ocr, word_accuracy),
-    "open-ended": (read_text, text_similarity), "free-form": (read_text, text_similarity),
-    "video qa": (read_text, text_similarity), "video description": (read_text, text_similarity),
-    "temporal grounding": (read_spans, span_iou), "spatial grounding": (read_boxes, boxes_iou),
-    "spatial-temporal grounding": (read_tube, tube_iou), "tracking": (read_tube, track_iou),
-    "segmentation": (read_segments, segment_score), "code": (read_code, code_score),
-    "svg-code": (read_markup, markup_similarity), "html-code": (read_markup, markup_similarity),
-    "llava preference": (read_preference, equal), "critic preference": (read_preference, equal),
-    "rec": (read_number, same_number), "ssr": (read_boolean, equal), "crr": (read_boolean, equal),   # OVO
-}
+CHOICE, BOOLEAN, PREFERENCE = ((read, equal) for read in (read_choice, read_boolean, read_preference))
+NUMBER, MARKUP = (read_number, same_number), (read_markup, markup_similarity)
+TEXT = (read_text, text_similarity)
+TYPES = {  # (read(text, record, box scale) -> (value, method), compare(value, gold value, record, settings))
+    "multiple choice": CHOICE, "numerical": NUMBER, "regression": (read_number, relative_accuracy),
+    "boolean": BOOLEAN, "binary classification": BOOLEAN, "math": (read_math, same_math),
+    "ocr": (read_ocr, word_accuracy), "open-ended": TEXT, "free-form": TEXT, "video qa": TEXT,
+    "video description": TEXT, "temporal grounding": (read_marks, span_iou),
+    "spatial grounding": (read_marks, boxes_iou), "spatial-temporal grounding": (read_marks, tube_iou),
+    "tracking": (read_marks, track_iou), "segmentation": (read_marks, segment_score),
+    "code": (read_code, code_score), "svg-code": MARKUP, "html-code": MARKUP, "llava preference": PREFERENCE,
+    "critic preference": PREFERENCE, "rec": NUMBER, "ssr": BOOLEAN, "crr": BOOLEAN}  # last three: OVO-Bench
 
 @functools.lru_cache(1024)
 def canonical(name: str) -> str:
@@ -728,31 +618,27 @@ def canonical(name: str) -> str:
         raise ValueError(f"problem_type {str(name)[:60]!r} is unknown; nearest: {', '.join(near)}")
     return known[key]
 
-def check_record(record: dict, settings: RewardSettings | None = None) -> None:
+def read_gold(kind: str, record: dict):
+    """The gold's value; None for code that is judged by its tests."""
+    return None if kind == "code" and record.get("tests") else TYPES[kind][0](gold_text(record), record)[0]
+
+def check_record(record: dict, settings: RewardSettings = RewardSettings()) -> None:
     """ValueError (one line, ready to print) for an unknown problem type or a gold that cannot be read."""
-    settings, gold = settings or RewardSettings(), gold_text(record)
     if settings.reward:
         return
+    unread = ""
     try:
         kind = canonical(record.get("problem_type"))
         if kind == "multiple choice" and not record.get("options"):
             raise ValueError("multiple choice needs `options`, a list of texts")
         box_scale(record, settings)
-        if kind == "code" and record.get("tests"):
-            return
-        value, _ = TYPES[kind][0](gold, record)
-        if kind == "temporal grounding" and not value or kind == "tracking" and not value[1]:
-            raise NoAnswer("empty")
+        unread = f"answer {gold_text(record)[:80]!r} cannot be read as {kind}: "
+        gold = read_gold(kind, record)
+        if kind not in ("math", "code") and not TYPES[kind][1](gold, gold, record, settings):
+            raise NoAnswer("it scores 0 against itself")
     except ValueError as error:
         where = record.get("where") or record.get("key") or f"record {record.get('problem_id', '')}".strip()
-        unread = f"answer {gold[:80]!r} cannot be read as {kind}: " if isinstance(error, NoAnswer) else ""
         raise ValueError(f"{where}: {unread}{error}") from None
-
-@functools.lru_cache(4096)
-def read_gold(kind: str, gold: str, options: tuple):
-    """The gold's value, read once per group of responses (as text for code, whose tests need no gold)."""
-    record = {"problem_type": kind, "answer": gold, "options": options}
-    return gold if kind == "code" else TYPES[kind][0](gold, record)[0]
 
 def soft_overlong(length: int, limit: int, buffer: int) -> float:
     """DAPO, eq. 13: 0 up to limit - buffer tokens, then linear to -1 at the limit, -1 beyond."""
@@ -766,13 +652,11 @@ def repetition(text: str, n: int) -> float:
 
 @functools.cache
 def custom_reward(spec: str):
+    """The function that "path/to/file.py:function" names."""
     path, _, name = spec.rpartition(":")
     try:
-        found = importlib.util.spec_from_file_location(Path(path).stem, path)
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-        return getattr(module, name)
-    except (OSError, AttributeError, ImportError, SyntaxError) as error:
+        return runpy.run_path(path)[name]
+    except (OSError, KeyError, ImportError, SyntaxError) as error:
         raise RewardError(f"reward {spec!r}: expected path/to/file.py:function ({error})") from None
 
 def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
@@ -780,48 +664,45 @@ def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
     function = custom_reward(settings.reward)
     try:
         value = function(record, response)
-        value = dict(value) if isinstance(value, dict) else {"accuracy": float(value)}
-        if not all(math.isfinite(value.get(part, 0.0)) for part in ("accuracy", "format", "overall")):
+        value = value if isinstance(value, dict) else {"accuracy": float(value)}
+        accuracy = value.get("accuracy", value.get("overall", 0.0))
+        if not math.isfinite(accuracy) or not math.isfinite(value.get("overall", 0.0)):
             raise ValueError(f"not finite: {value}")
     except Exception as error:      # whatever the user's code raises: named here, fatal unless told otherwise
         where, what = record.get("key") or record.get("where"), f"{type(error).__name__}: {error}"
         if settings.on_reward_error != "zero":
             raise RewardError(f"reward {settings.reward} failed on record {where}: {what}") from error
-        value = {"accuracy": 0.0, "status": "invalid", "method": what}
-    accuracy = value.get("accuracy", value.get("overall", 0.0))
+        return {"accuracy": 0.0, "status": "invalid", "method": what}
     return {"accuracy": accuracy, "status": "ok" if accuracy > 0 else "wrong", "method": "custom"} | value
 
 def score_here(record: dict, response: str, settings: RewardSettings, length=None) -> dict:
     """Score in this process, without a time limit."""
-    answer, mark, truncated = answer_region(response)
-    out = {"accuracy": 0.0, "format": float(mark == "tag" and bool(answer.strip())), "prediction": None,
+    answer, tagged, truncated = answer_region(response)
+    out = {"accuracy": 0.0, "format": float(tagged and bool(answer.strip())), "prediction": None,
            "status": "truncated", "method": "thoughts never end"}
     if settings.reward:
         out |= custom_score(record, response, settings)
     elif not truncated:
         kind = canonical(record["problem_type"])
         read, compare = TYPES[kind]
-        prose = read in (read_choice, read_boolean, read_preference, read_number, read_spans)
-        if len(answer) > 4000 and prose and not (read is read_spans and re.search(r"[\[{]", answer)):
-            answer = answer[:1000] + "\n" + answer[-3000:]       # answers in prose stand at either end
         try:
             prediction, out["method"] = read(unbox(answer), record, box_scale(record, settings))
-            gold = read_gold(kind, gold_text(record), tuple(record.get("options") or ()))
-            accuracy = float(compare(prediction, gold, record, settings))
-            out |= {"accuracy": accuracy, "prediction": str(prediction)[:200]}
-            out["status"] = "ok" if accuracy > 0 else "wrong"
+            accuracy = float(compare(prediction, read_gold(kind, record), record, settings))
+            out |= {"accuracy": accuracy, "prediction": str(prediction)[:200],
+                    "status": "ok" if accuracy > 0 else "wrong"}
         except (NoAnswer, MemoryError, RecursionError) as error:
-            out["status"] = error.status if isinstance(error, NoAnswer) else "invalid"
-            out |= {"method": str(error) or type(error).__name__, "format": 0.5 * (mark == "tag")}
+            out |= {"status": "wrong" if isinstance(error, Hedge) else "invalid", "format": 0.5 * tagged,
+                    "method": str(error) or type(error).__name__}
+    overall = settings.accuracy_weight * out["accuracy"] + settings.format_weight * out["format"]
     if settings.overlong_limit:
         if length is None:
             raise ValueError("overlong_limit is set: scoring needs each response's length in tokens")
         out["overlong"] = soft_overlong(length, settings.overlong_limit, settings.overlong_buffer)
+        overall += settings.overlong_weight * out["overlong"]
     if settings.repetition_ngram:
         out["repetition"] = repetition(response, settings.repetition_ngram)
-    weights = {"accuracy": settings.accuracy_weight, "format": settings.format_weight,
-               "overlong": settings.overlong_weight, "repetition": settings.repetition_weight}
-    return {"overall": sum(weight * out.get(part, 0.0) for part, weight in weights.items())} | out
+        overall += settings.repetition_weight * out["repetition"]
+    return {"overall": overall} | out
 
 def score(record: dict, response: str, settings: RewardSettings | None = None, length=None) -> dict:
     """Score one response (fields: module docstring; length: tokens). What may hang goes to a worker."""
@@ -836,60 +717,47 @@ class Scorer:
     """Workers that score one response at a time; one that exceeds timeout_s or dies is replaced, its response
     invalid. They are new interpreters running this file: nothing is forked, no __main__ imported again."""
     def __init__(self, settings: RewardSettings | None = None, workers: int = 1):
-        self.settings, self.workers = settings or RewardSettings(), [None] * max(1, workers)
+        self.settings, self.idle = settings or RewardSettings(), [None] * max(1, workers)
 
-    def _start(self):
-        command = [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(asdict(self.settings))]
-        env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-
-    def _stop(self, i: int):
-        if self.workers[i]:
-            self.workers[i].kill()
-            self.workers[i].communicate()
-        self.workers[i] = None
-
-    def _serve(self, i: int, todo: deque, results: list):
-        """Feed worker i until nothing is left, several jobs at once: a round trip costs more than a score."""
-        while todo:
-            try:
-                jobs = todo.popleft()
-            except IndexError:                     # another thread took the last ones
-                return
-            while jobs:
-                self.workers[i] = worker = self.workers[i] or self._start()
-                try:
-                    worker.stdin.write("".join(json.dumps(job, default=str) + "\n" for _, job in jobs))
-                    worker.stdin.flush()
-                except BrokenPipeError:
-                    pass                           # it died; what it finished can still be read
-                while jobs and (line := worker.stdout.readline()):
-                    results[jobs.pop(0)[0]] = result = json.loads(line)
-                    if "error" in result:
-                        self._stop(i)
-                        raise RewardError(result["error"])
-                if jobs:                           # the first unanswered one was too slow or ended the worker
-                    self._stop(i)
-                    results[jobs.pop(0)[0]] = {
-                        "overall": 0.0, "accuracy": 0.0, "format": 0.0, "prediction": None,
-                        "status": "invalid", "method": f"no result within {self.settings.timeout_s} s"}
+    def _ask(self, jobs: list) -> list[dict]:
+        """Results of a batch from an idle worker (there is one for each thread)."""
+        if not (worker := self.idle.pop()):
+            worker = subprocess.Popen(
+                [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(asdict(self.settings))],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        with contextlib.suppress(BrokenPipeError):         # it died; what it finished can still be read
+            worker.stdin.write("".join(json.dumps(job, default=str) + "\n" for job in jobs))
+            worker.stdin.flush()
+        results = [json.loads(line) for line in itertools.islice(worker.stdout, len(jobs))]
+        left = jobs[len(results) + 1:]
+        if len(results) < len(jobs):               # the first unanswered one was too slow or ended the worker
+            self._stop(worker)
+            results.append({"overall": 0.0, "accuracy": 0.0, "format": 0.0, "prediction": None,
+                            "status": "invalid", "method": f"no result within {self.settings.timeout_s} s"})
+            worker = None
+        self.idle.append(worker)
+        if errors := [result["error"] for result in results if "error" in result]:
+            raise RewardError(errors[0])
+        return results + (self._ask(left) if left else [])
 
     def score_many(self, records, responses, lengths=None) -> list[dict]:
         """One dict per response, in order. lengths: tokens of each response (for the overlong penalty)."""
-        jobs = list(enumerate(zip(records, responses, lengths or [None] * len(responses), strict=True)))
-        size = max(1, min(16, len(jobs) // (4 * len(self.workers))))
-        todo, results = deque(jobs[i:i + size] for i in range(0, len(jobs), size)), [None] * len(jobs)
-        with ThreadPoolExecutor(len(self.workers)) as pool:
-            list(pool.map(lambda i: self._serve(i, todo, results), range(len(self.workers))))
-        return results
+        jobs = list(zip(records, responses, lengths or [None] * len(responses), strict=True))
+        size = max(1, min(16, len(jobs) // (4 * len(self.idle))))      # a round trip costs more than a score
+        with ThreadPoolExecutor(len(self.idle)) as pool:
+            batches = pool.map(self._ask, [jobs[i:i + size] for i in range(0, len(jobs), size)])
+            return list(itertools.chain.from_iterable(batches))
+
+    def _stop(self, worker):
+        worker.kill()
+        worker.communicate()
 
     def close(self):
-        for i in range(len(self.workers)):
-            self._stop(i)
+        for i, worker in enumerate(self.idle):
+            self.idle[i] = worker and self._stop(worker)
 
-@functools.cache
-def shared_scorer(settings: RewardSettings) -> Scorer:
-    return Scorer(settings)
+shared_scorer = functools.cache(Scorer)
 
 def serve_jobs(settings: RewardSettings):
     """A worker: job lines in, result lines out. What a custom reward prints goes to stderr."""
@@ -899,37 +767,30 @@ def serve_jobs(settings: RewardSettings):
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     for line in sys.stdin:
         record, response, length = json.loads(line)
+        if not settings.reward and canonical(record["problem_type"]) == "math":
+            parsed_math("1")                    # a slow import; the clock starts behind it
+        # Its own thread ends the process even inside a C loop; SIGALRM is left to custom rewards.
+        faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)
         try:
-            if not settings.reward and canonical(record["problem_type"]) == "math":
-                math_library()                  # a slow import; the clock starts behind it
-            if settings.reward:                 # which may use SIGALRM itself; this clock is 40 us slower
-                faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)
-            else:
-                signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)        # SIGALRM ends even a C loop
             result = score_here(record, response, settings, length)
         except (RewardError, ValueError) as error:
             result = {"error": str(error)}
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(result), file=results, flush=True)
 
 # ---------------------------------------------------------------- the command
 
-def read_rows(path: str, settings: RewardSettings) -> list[dict]:
+def read_rows(path: str, settings: RewardSettings):
     """One record per response of a responses file, checked. ValueError names the line."""
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
-            row = json.loads(line)
+            row = json.loads(line) | {"where": f"{path}:{number}"}
             responses = row["responses"] if "responses" in row else [row["response"]]
-            rows += [row | {"where": f"{path}:{number}", "response": response} for response in responses]
         except (ValueError, KeyError, TypeError) as error:
             expected = "expected a JSON object with `response` or `responses`"
             raise ValueError(f"{path}:{number}: {expected} ({error!r})") from None
-        check_record(rows[-1], settings)
-    return rows
+        check_record(row, settings)
+        yield from (row | {"response": response} for response in responses)
 
 def main():
     parser = argparse.ArgumentParser(description="Score a file of responses.")
@@ -942,36 +803,31 @@ def main():
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     args = parser.parse_args()
     settings = RewardSettings(reward=args.reward, allow_code_execution=args.allow_code_execution)
+    scorer = Scorer(settings, args.workers)
     try:
-        rows = read_rows(args.file, settings)
+        rows = list(read_rows(args.file, settings))
         rows = rows[args.explain - 1:args.explain] if args.explain else rows
-        scorer = Scorer(settings, args.workers)
         results = scorer.score_many(rows, [row["response"] for row in rows])
-        scorer.close()
     except (OSError, ValueError, RewardError) as error:
         sys.exit(print(error, file=sys.stderr) or 2)
+    finally:
+        scorer.close()
+    rows = [row | result for row, result in zip(rows, results)]
 
-    groups = defaultdict(list)
-    for row, result in zip(rows, results):
-        groups[str(row.get("problem_type"))].append(result)
-        groups["all"].append(result)
-        if args.explain:
-            seen = {"gold": gold_text(row), "answer": answer_region(row["response"])[0][-500:]}
-            print(json.dumps(seen | result, indent=1, ensure_ascii=False))
     print(f"{'problem type':28}{'n':>7}{'accuracy':>10}{'format':>9}{'invalid':>9}{'truncated':>11}")
-    for kind, group in groups.items():
-        rates = [sum(map(value, group)) / len(group) for value in (
-            lambda out: out["accuracy"], lambda out: out["format"],
-            lambda out: out["status"] == "invalid", lambda out: out["status"] == "truncated")]
-        print("{:28}{:7}{:10.4f}{:9.4f}{:9.4f}{:11.4f}".format(kind, len(group), *rates))
+    for kind in dict.fromkeys([row.get("problem_type") for row in rows] + ["all"]):
+        group = [row for row in rows if kind in (row.get("problem_type"), "all")]
+        means = [sum(map(value, group)) / len(group) for value in (
+            lambda row: row["accuracy"], lambda row: row["format"],
+            lambda row: row["status"] == "invalid", lambda row: row["status"] == "truncated")]
+        print("{:28}{:7}{:10.4f}{:9.4f}{:9.4f}{:11.4f}".format(str(kind), len(group), *means))
     if args.out:
-        lines = [json.dumps(row | result) + "\n" for row, result in zip(rows, results)]
-        Path(args.out + ".tmp").write_text("".join(lines))
+        Path(args.out + ".tmp").write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(args.out + ".tmp", args.out)
-    shown = [pair for pair in zip(rows, results) if args.show and pair[1]["status"] == args.show[0]]
-    for row, result in shown[:int(args.show[1])] if shown else ():
-        print(f"\n{row['where']} [{row['problem_type']}] gold {gold_text(row)!r}, "
-              f"read {result['prediction']!r} ({result['method']})\n{row['response'][-600:]}")
+    status, most = args.show or (None, 0)
+    for row in rows if args.explain else [row for row in rows if row["status"] == status][:int(most)]:
+        print(f"\n{row['where']} [{row.get('problem_type')}] {row['status']} {row['accuracy']:.4f}: gold "
+              f"{gold_text(row)!r}, read {row['prediction']!r} ({row['method']})\n{row['response'][-600:]}")
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:

@@ -170,7 +170,7 @@ def test_a_choice_is_read_from_its_declaration(response):
         ("A. Two apples\nB. A pear\nC. Plums", True),
         ("AC", False),
         ("ABCD", False),
-        ("A pear or plums", False),
+        ("A pear or plums", True),
         ("E", False),
         ("the answer is c", False),
         ("I cannot tell.", False),
@@ -297,9 +297,10 @@ def test_preference_labels_in_their_spellings(response, gold, expected):
         ("none", "0", 1),
         ("三十二个", "32", 1),
         ("一共有三个", "3", 1),
-        ("百分之五", "5%", 1),
         ("3万", "30000", 1),
-        ("0.003", "0.004", 0),
+        ("0.003", "0.004", 1),
+        ("0.2857", "0.286", 1),
+        ("0.28", "0.286", 0),
         ("m2", "2", 0),
     ],
 )
@@ -356,7 +357,7 @@ def test_regression_takes_the_first_quantity_of_the_sentence():
         ('{"time": [10, 20', 0),
         ("{}", 0),
         ("soon", 0),
-        ('{"time": [[10, 20], [20, 30]]}', 0.5),
+        ('{"time": [[10, 20], [20, 30]]}', 0),
     ],
 )
 def test_temporal_grounding(response, expected):
@@ -533,6 +534,8 @@ def test_long_open_answers_are_the_mean_of_three_rouges():
         ("3, -3", "-3, 3", 1),
         ("[1, 4)", "[1,4)", 1),
         ("[1, 4]", "[1,4)", 0),
+        ("[1,4]", "[1,4)", 0),
+        ("x + 1 = 3\nso x = 2\nThe answer is 2.\nIt is even.", "2", 1),
         (r"1 \le x < 4", "[1,4)", 1),
         ("(a+1)^2", "a^2+2a+1", 1),
         ("0.33", "1/3", 0),
@@ -604,6 +607,9 @@ def test_the_sandbox_refuses(code):
 
 
 def test_the_sandbox_kills_what_does_not_end_and_lets_plain_code_write_in_its_folder():
+    answered = [{"input": "", "output": "4"}]
+    assert run_code("print(4, flush=True)\nwhile True: pass", answered, timeout_s=1.0) == 0
+    assert run_code("print(4, flush=True)\nraise ValueError", answered) == 0
     assert run_code("while True: pass", ["pass"], timeout_s=1.0) == 0
     assert run_code("import time\ntime.sleep(60)", ["pass"], timeout_s=1.0) == 0
     assert (
@@ -958,7 +964,7 @@ def test_the_command_prints_a_table_writes_scores_and_shows_examples(tmp_path):
     scored = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["status"] for row in scored] == ["ok", "wrong", "truncated", "invalid"]
     explained = command(file, "--explain", 2, "--workers", 1)
-    assert '"prediction": "(5.0, False)"' in explained.stdout and '"gold": "4"' in explained.stdout
+    assert "gold '4', read '(5.0, False)'" in explained.stdout and "(last sentence)" in explained.stdout
 
 
 @pytest.mark.parametrize(
