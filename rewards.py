@@ -50,6 +50,10 @@ class Hedge(NoAnswer):
 class RewardError(RuntimeError):
     """The custom reward failed. The message is ready to print."""
 
+def need(condition, reason: str):
+    if not condition:
+        raise NoAnswer(reason)
+
 # ---------------------------------------------------------------- the answer inside the response
 
 def answer_region(response: str) -> tuple[str, bool, bool]:
@@ -107,12 +111,14 @@ MARK, FREE = "[\ue000-\ue0ff]", "\uf000"
 SAID = f"({MARK}){FREE}?"
 FILL = (rf"(?:(?!{MARK})[\W_]|\b(?:is|was|be|would|should|must|will|the|an?|option|choice|letter|answer|most|"
         r"likely|probably|clearly|definitely|number|response)\b|[是为应该选择项]){0,20}")
-CUE = (r"(?:\b(?:ans|response|it is|it's|choose|pick|select|prefer|go (?:with|for)|say|think|believe|guess|"
-       rf"so|thus|therefore|hence|finally|not {MARK}{FREE}?,? but|(?:answer|verdict|(?:correct|right|best) "
-       r"(?:option|choice))(?:\b[^.\n\ue000-\ue0ff]{0,40}\b(?:is|be))?)\b|\b\w{1,30}\s?[:=]|[=-]>|答案|(?<!不)[选是])")
+CUE = (r"(?:\b(?:ans|response|it is|it's|must be|choose|pick|select|prefer|go (?:with|for)|say|think|believe|"
+       rf"guess|so|thus|therefore|hence|finally|not {MARK}{FREE}?,? but|(?:answer|verdict|(?:correct|right|"
+       r"best) (?:option|choice))(?:\b[^.\n\ue000-\uf000]{0,40}\b(?:is|be))?)\b|\b\w{1,30}\s?[:=]|"
+       r"=>|答案|(?<!不)[选是])")
 AFTER = r"[)\]\"'.]{0,3}\s?"
-RIGHT = AFTER + (r"(?:(?:is|are|would be|must be|seems|looks) (?:(?:to be|the|most|only|my) ){0,3}(?:correct|"
-                 r"right|best|true|final|answer|better)\b|wins\b|(?:选项)?[才是为]{0,2}\s?(?:正确|对的|答案|更好))")
+RIGHT = AFTER + (r"(?:(?:is|are|would be|must be|seems|looks) (?:(?:to be|the|most|only|my|likely) ){0,3}"
+                 r"(?:correct|right|best|true|final|answer|better)\b|wins\b|"
+                 r"(?:选项)?[才是为]{0,2}\s?(?:正确|对的|答案|更好))")
 WRONG = AFTER + (r"(?:(?:is|are|seems|looks|can't be|cannot be)\s(?:\w+ly\s)?(?:not|wrong|incorrect|false|"
                  r"ruled out|worse)\b|isn't\b|是?[错不])")
 NOT = (r"(?:\b(?:not|never|neither|nor|no|than|instead of)|n't|不是?|不选|排除|而非)"
@@ -270,16 +276,14 @@ def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     bare = re.sub(r"\([^()]*\)?", lambda match: " " * len(match[0]), text)      # without "(10.5 ft)"
     text = bare if QUANTITY.search(bare) else text
     found = list(QUANTITY.finditer(text))
-    if not found:
-        raise NoAnswer("no number")
+    need(found, "no number")
     for method, cue in CUES.items():
         ends = [match.end() for match in re.finditer(cue, text, re.I) if match.end() <= found[-1].end()]
         if ends:
             found = [match for match in found if match.end() >= ends[-1]]
             break
     value, end = quantity(found[0]), found[0].end()
-    if re.match(r"[.,]\d|\^", text[end:end + 2]) or not math.isfinite(value):
-        raise NoAnswer("malformed or infinite number")
+    need(math.isfinite(value) and not re.match(r"[.,]\d|\^", text[end:end + 2]), "malformed number")
     for other in itertools.takewhile(lambda other: ALSO.fullmatch(text, end, other.start()), found[1:]):
         if quantity(other) != value:
             raise Hedge("several numbers")
@@ -301,14 +305,13 @@ def relative_accuracy(prediction, gold, *_) -> float:
 # ---------------------------------------------------------------- times, boxes and points: one JSON reader
 
 N = r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)"
-RANGE = re.compile(rf"{N}(?=[^\d.]{{0,12}}(?:\b(?:to|and|until|till)\b|->?|~|→|至|到|和)[^\d.]{{0,20}}{N})|"
-                   rf"\A\D*{N}[^\w.]+{N}\D*\Z", re.I)
+RANGE = re.compile(rf"{N}(?=\D{{0,12}}(?:\b(?:to|and|until|till|ends?|stops?|finish(?:es)?)\b|->?|~|→|至|到|和)"
+                   rf"\D{{0,20}}{N})|\A\D*{N}[^\w.]+{N}\D*\Z", re.I)
 FIELDS = re.compile("time|window|interval|segment|span|moment|start|begin|end|box|^[xy]_?(?:min|max|[12])$")
 
 def json_value(text: str):
     """The last JSON object or list in the text, None where there is none; single quotes are forgiven."""
-    if text.count("[") != text.count("]") or text.count("{") != text.count("}"):
-        raise NoAnswer("brackets that never close")
+    need(text.count("[") == text.count("]") and text.count("{") == text.count("}"), "brackets left open")
     text = text if '"' in text else text.replace("'", '"')
     value, end, failures = None, 0, 0
     for opening in re.finditer(r"[\[{]", text):
@@ -326,13 +329,11 @@ def numbers(value) -> list[float]:
         value = [value[key] for key in value if FIELDS.search(key)] or list(value.values())
     if isinstance(value, list):
         return [number for item in value for number in numbers(item)]
-    try:
-        number = float(value)
-    except (ValueError, TypeError):
-        return []
-    if not abs(number) < 1e9:
-        raise NoAnswer(f"not a number: {number}")
-    return [number]
+    text = str(value)
+    labelled = re.search(r"[^\W\d]", text.replace("to", ""))           # so are NaN, null and true
+    found = [] if labelled else re.findall(r"(?<![\d.])-?\d+(?:\.\d+)?", text)
+    need(all(abs(float(number)) < 1e9 for number in found), "too large a number")
+    return [float(number) for number in found]
 
 def coordinates(value, scale) -> list[float]:
     return [x * scale[i % 2] for i, x in enumerate(numbers(value))]
@@ -343,8 +344,7 @@ def boxes_of(value, scale) -> dict:
     if not isinstance(value, dict) or not all(re.fullmatch(r"[\d.]+", key) for key in value):
         value = {i // 4: xs[i:i + 4] for i in range(0, len(xs), 4)}
         scale = 1, 1
-        if len(xs) % 4:
-            raise NoAnswer("no box of four numbers")
+        need(len(xs) % 4 == 0, "no box of four numbers")
     for second, box in value.items():
         a, b, c, d = xs if len(xs := coordinates(box, scale)) == 4 else (0, 0, 0, 0)
         boxes[round(float(second), 3)] = (min(a, c), min(b, d), max(a, c), max(b, d))   # "8.0" is "8"
@@ -376,8 +376,8 @@ def read_marks(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
     for name in ("positive_points", "negative_points"):
         xs = coordinates(fields.get(name), scale)
         marks[name] = list(zip(xs[::2], xs[1::2]))
-    if len(marks["time"]) != 2 if "temporal" in kind else not marks["boxes"]:
-        raise NoAnswer("no pair of times" if "temporal" in kind else "no box")
+    need(len(marks["time"]) == 2 or "temporal" not in kind, "no pair of times")
+    need(marks["boxes"] or "temporal" in kind, "no box")
     return marks, method
 
 def span_iou(prediction, gold, *_) -> float:
@@ -433,8 +433,7 @@ def words(text: str) -> list[str]:
     return [word for word in (word.strip(".,;:!?\"'()[]<>。、") for word in found) if word]
 
 def read_text(text: str, *_) -> tuple[str, str]:
-    if not text.strip():
-        raise NoAnswer("empty answer")
+    need(text.strip(), "empty answer")
     return text.strip(), "text"
 
 def read_ocr(text: str, record: dict, *_) -> tuple[str, str]:
@@ -555,8 +554,7 @@ def fenced(text: str) -> str:
 def read_code(text: str, *_) -> tuple[str, str]:
     code = fenced(text).strip()
     try:
-        if not ast.parse(code).body:
-            raise SyntaxError("no statement")
+        need(ast.parse(code).body, "no code")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NoAnswer(f"not Python: {str(error)[:60]}") from None
     return code, "Python"
@@ -582,8 +580,8 @@ def read_markup(text: str, record: dict, *_) -> tuple[tuple, str]:
         nodes = [node for node in root.iter() if isinstance(node.tag, str)]
     except (etree.XMLSyntaxError, AttributeError, ValueError) as error:
         raise NoAnswer(f"no markup that parses: {str(error)[:60]}") from None
-    if not svg and any(re.search("mismatch|Unexpected end tag", entry.message) for entry in parser.error_log):
-        raise NoAnswer("tags that do not match")
+    errors = [entry.message for entry in parser.error_log]
+    need(svg or not re.search("mismatch|Unexpected end tag", "\n".join(errors)), "tags that do not match")
     attributes = Counter((node.tag, *item) for node in nodes for item in node.items())
     return ([node.tag for node in nodes], attributes), "parsed"
 
@@ -629,13 +627,11 @@ def check_record(record: dict, settings: RewardSettings = RewardSettings()) -> N
     unread = ""
     try:
         kind = canonical(record.get("problem_type"))
-        if kind == "multiple choice" and not record.get("options"):
-            raise ValueError("multiple choice needs `options`, a list of texts")
+        need(record.get("options") or kind != "multiple choice", "`options`, a list of texts, are missing")
         box_scale(record, settings)
         unread = f"answer {gold_text(record)[:80]!r} cannot be read as {kind}: "
         gold = read_gold(kind, record)
-        if kind not in ("math", "code") and not TYPES[kind][1](gold, gold, record, settings):
-            raise NoAnswer("it scores 0 against itself")
+        need(kind in ("math", "code") or TYPES[kind][1](gold, gold, record, settings), "it scores 0 itself")
     except ValueError as error:
         where = record.get("where") or record.get("key") or f"record {record.get('problem_id', '')}".strip()
         raise ValueError(f"{where}: {unread}{error}") from None
@@ -657,7 +653,7 @@ def custom_reward(spec: str):
     try:
         return runpy.run_path(path)[name]
     except (OSError, KeyError, ImportError, SyntaxError) as error:
-        raise RewardError(f"reward {spec!r}: expected path/to/file.py:function ({error})") from None
+        raise RewardError(f"reward {spec!r}: expected path/to/file.py:function ({error!r})") from None
 
 def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
     """The user's function(record, response): a float is the accuracy, a dict sets any field of the result."""
@@ -666,12 +662,12 @@ def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
         value = function(record, response)
         value = value if isinstance(value, dict) else {"accuracy": float(value)}
         accuracy = value.get("accuracy", value.get("overall", 0.0))
-        if not math.isfinite(accuracy) or not math.isfinite(value.get("overall", 0.0)):
+        if not math.isfinite(accuracy + value.get("overall", 0.0)):
             raise ValueError(f"not finite: {value}")
     except Exception as error:      # whatever the user's code raises: named here, fatal unless told otherwise
-        where, what = record.get("key") or record.get("where"), f"{type(error).__name__}: {error}"
+        what = f"{settings.reward} on record {record.get('key') or record.get('where')}: {error!r}"
         if settings.on_reward_error != "zero":
-            raise RewardError(f"reward {settings.reward} failed on record {where}: {what}") from error
+            raise RewardError(f"reward {what}") from error
         return {"accuracy": 0.0, "status": "invalid", "method": what}
     return {"accuracy": accuracy, "status": "ok" if accuracy > 0 else "wrong", "method": "custom"} | value
 
@@ -732,7 +728,7 @@ class Scorer:
         results = [json.loads(line) for line in itertools.islice(worker.stdout, len(jobs))]
         left = jobs[len(results) + 1:]
         if len(results) < len(jobs):               # the first unanswered one was too slow or ended the worker
-            self._stop(worker)
+            worker.communicate()
             results.append({"overall": 0.0, "accuracy": 0.0, "format": 0.0, "prediction": None,
                             "status": "invalid", "method": f"no result within {self.settings.timeout_s} s"})
             worker = None
@@ -749,13 +745,11 @@ class Scorer:
             batches = pool.map(self._ask, [jobs[i:i + size] for i in range(0, len(jobs), size)])
             return list(itertools.chain.from_iterable(batches))
 
-    def _stop(self, worker):
-        worker.kill()
-        worker.communicate()
-
     def close(self):
-        for i, worker in enumerate(self.idle):
-            self.idle[i] = worker and self._stop(worker)
+        for worker in filter(None, self.idle):
+            worker.kill()
+            worker.communicate()
+        self.idle = [None] * len(self.idle)
 
 shared_scorer = functools.cache(Scorer)
 
@@ -803,15 +797,12 @@ def main():
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     args = parser.parse_args()
     settings = RewardSettings(reward=args.reward, allow_code_execution=args.allow_code_execution)
-    scorer = Scorer(settings, args.workers)
     try:
         rows = list(read_rows(args.file, settings))
         rows = rows[args.explain - 1:args.explain] if args.explain else rows
-        results = scorer.score_many(rows, [row["response"] for row in rows])
+        results = Scorer(settings, args.workers).score_many(rows, [row["response"] for row in rows])
     except (OSError, ValueError, RewardError) as error:
         sys.exit(print(error, file=sys.stderr) or 2)
-    finally:
-        scorer.close()
     rows = [row | result for row, result in zip(rows, results)]
 
     print(f"{'problem type':28}{'n':>7}{'accuracy':>10}{'format':>9}{'invalid':>9}{'truncated':>11}")
