@@ -776,7 +776,8 @@ def serve_jobs(settings: RewardSettings):
 
 def read_rows(path: str, settings: RewardSettings):
     """One record per response of a responses file, checked. ValueError names the line."""
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    lines = enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1)      # U+2028 is no line's end
+    for number, line in ((number, line) for number, line in lines if line.strip()):
         try:
             row = json.loads(line) | {"where": f"{path}:{number}"}
             responses = row["responses"] if "responses" in row else [row["response"]]
@@ -806,7 +807,7 @@ def main():
     rows = [row | result for row, result in zip(rows, results)]
 
     print(f"{'problem type':28}{'n':>7}{'accuracy':>10}{'format':>9}{'invalid':>9}{'truncated':>11}")
-    for kind in dict.fromkeys([row.get("problem_type") for row in rows] + ["all"]):
+    for kind in dict.fromkeys([row.get("problem_type") for row in rows] + ["all"] * bool(rows)):
         group = [row for row in rows if kind in (row.get("problem_type"), "all")]
         means = [sum(map(value, group)) / len(group) for value in (
             lambda row: row["accuracy"], lambda row: row["format"],

@@ -958,7 +958,8 @@ def test_the_command_prints_a_table_writes_scores_and_shows_examples(tmp_path):
             "response": "hm",
         },
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows[0]["problem"] = "one \u2028 record"
+    file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
     done = command(file, "--out", out, "--show", "wrong", 1, "--workers", 1)
     assert done.returncode == 0, done.stderr
     lines = {line[:28].strip(): line[28:].split() for line in done.stdout.splitlines()}
@@ -968,6 +969,8 @@ def test_the_command_prints_a_table_writes_scores_and_shows_examples(tmp_path):
     scored = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["status"] for row in scored] == ["ok", "wrong", "truncated", "invalid"]
     explained = command(file, "--explain", 2, "--workers", 1)
+    file.write_text("\n")
+    assert command(file).returncode == 0
     assert "gold '4', read '(5.0, False)'" in explained.stdout and "(last sentence)" in explained.stdout
 
 
