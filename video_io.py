@@ -8,9 +8,9 @@
 
 A record: {"problem": "What is in <video>?", "answer": "B", "problem_type": "multiple choice", "options":
 ["cat", "dog"], "videos": ["1.mp4"], "video_start": 2.0, "video_end": 8.5}; a video may be a folder or list of
-images, shown at "video_fps". Indices, sizes and budgets are those of qwen-vl-utils 0.0.14 with the right patch
-size; where it is wrong (frame lists, variable rates, edit lists, one frame, extreme ratios) the presentation
-times of the file count, and no side is without a token.
+images, shown at "video_fps". Indices, sizes and budgets are those of qwen-vl-utils 0.0.14 with the right
+patch size; where it is wrong (frame lists, variable rates, edit lists, one frame, extreme ratios) the file's
+presentation times count, and no side is without a token.
 """
 import argparse, contextlib, ctypes, difflib, fractions, hashlib, importlib.util, json, math, os, re, select
 import shutil, subprocess, sys, tempfile, threading, time, uuid
@@ -57,8 +57,8 @@ class MediaSpec:
 
     def __post_init__(self):
         for low in ("min_frames", "min_pixels", "image_min_pixels"):
-            least, most = getattr(self, low) or 0, getattr(self, low.replace("min", "max")) or math.inf
-            if least > most:
+            least, most = getattr(self, low), getattr(self, low.replace("min", "max"))
+            if least and most and least > most:
                 raise DataError(f"{low} {least} is above {low.replace('min', 'max')} {most}; lower it")
         if self.fps <= 0 or self.max_frames < 2 or self.timestamps not in ("segment", "source"):
             raise DataError(f"need fps > 0, max_frames >= 2, timestamps segment or source; got {self}")
@@ -157,8 +157,7 @@ CHECKS = (  # field, what holds for a good record, what to do about the others
     ("options", lambda r: r["options"] or r["problem_type"] != "multiple choice", "needs a list of options"),
     ("video_start", lambda r: is_time(r["video_start"], -1e-9), "must be seconds, 0 or more"),
     ("video_end", lambda r: is_time(r["video_end"], r["video_start"] or 0.0), "must be after start {start}"),
-    ("offline_output", lambda r: r["offline_output"] or not r["has_offline_trajectory"],
-     "has_offline_trajectory is set but there is no output"))
+    ("offline_output", lambda r: r["offline_output"] or not r["has_offline_trajectory"], "is missing"))
 
 def make_record(row, where, root, kinds):
     """(record, problems) of a row of the training or evaluation layout. kinds: {squashed name: type}."""
@@ -197,7 +196,7 @@ def make_record(row, where, root, kinds):
     near = [kinds[n] for n in difflib.get_close_matches(name, kinds, cutoff=0.5) or sorted(kinds)]
     for key, holds, remedy in CHECKS:
         if not holds(record):
-            value = json.dumps(row.get(key) if record[key] is None else record[key], default=str)[:80]
+            value = json.dumps(record[key] or row.get(key), default=str)[:80]
             remedy = remedy.format(nearest=", ".join(near), start=record["video_start"])
             problems.append(f"{where}: {key} is {value}: {remedy}")
     return record, problems
@@ -265,11 +264,11 @@ def load_processor(model_dir):
     from transformers import AutoProcessor, ProcessorMixin
     try:
         processor = AutoProcessor.from_pretrained(model_dir)
+        if not isinstance(processor, ProcessorMixin):
+            raise ValueError("a tokenizer only; copy preprocessor_config.json")
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{model_dir}: no processor can be loaded: {reason}") from error
-    if not isinstance(processor, ProcessorMixin):
-        raise DataError(f"{model_dir}: no processor, a tokenizer only; copy preprocessor_config.json")
     return processor
 
 # ---------------------------------------------------------------- sampling and sizes
@@ -621,8 +620,9 @@ class MediaLoader:
         request = [job, item, asdict(self.spec), folder, self.cache_mode.replace("realtime", "prefer_cache")]
         answer = self.ask_worker(request) if self.workers else perform(*request)
         with self.lock:
-            self.n_ok += "error" not in answer
-            if "error" in answer and not self.closed:  # a clip is not to blame when close() stops its worker
+            if "error" not in answer:
+                self.n_ok += 1
+            elif not self.closed:  # a clip is not to blame when close() stops its worker
                 self.n_bad += 1
                 if self.bad_file:
                     with open(self.bad_file, "a", encoding="utf-8") as f:
@@ -679,18 +679,16 @@ def vision_token_ids(model_config):
     c = model_config
     return [c.image_token_id, c.video_token_id, c.vision_start_token_id, c.vision_end_token_id]
 
-def vllm_expands_triple():
-    """Up to 0.2x vLLM looks for the template's whole block and gives the released layout itself."""
-    from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor
-    return "_expands_only_video_token" not in vars(Qwen3VLMultiModalProcessor)
-
 def vllm_inputs(text, media):
     """One request of vLLM's generate. The pixels are final: vLLM neither samples nor resizes."""
     from PIL import Image
     data, uuids, settings = {}, {}, {"do_resize": False}
     if media.videos:
-        if VISION_TRIPLE not in text and vllm_expands_triple():
-            text = text.replace("<|video_pad|>", VISION_TRIPLE)
+        if VISION_TRIPLE not in text:  # Qwen3
+            from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor as Expander
+            # Up to 0.2x vLLM looks for the template's whole block and gives the released layout itself.
+            if not hasattr(Expander, "_expands_only_video_token"):
+                text = text.replace("<|video_pad|>", VISION_TRIPLE)
         names, final = ("fps", "frames_indices", "total_num_frames", "duration"), {"do_sample_frames": False}
         data["video"] = [(clip.frames, {name: getattr(clip, name) for name in names} | final)
                          for clip in media.videos]
@@ -742,8 +740,7 @@ def expand_prompt(text, media, processor, model_config):
 def position_ids(ids, media, model_config):
     """(4, L): the text position 0..L-1, then time, height, width (M-RoPE, arXiv 2409.12191, section 2.1).
 
-    What follows a vision block goes on at the largest position so far plus 1, in all families: the released
-    rule, of vLLM and transformers 4.57 (5.17 to 5.19 forget the temporal extent for Qwen2-VL and 2.5-VL)."""
+    Text goes on at the largest position so far plus 1: vLLM, transformers 4.57 (5.17 to 5.19 do not)."""
     ids, parts, at, start = list(ids), [], 0, 0
     blocks = {token: sum(found, []) for token, found in layout(media, model_config).items()}
     while at < len(ids):
@@ -780,17 +777,17 @@ def model_inputs(prompt_ids, media, model_config, image_mean, image_std, device,
               "position_ids": position_ids(prompt_ids, media, c)[:, None].to(device)}  # (1, P), (4, 1, P)
     kinds = (("pixel_values_videos", "video_grid_thw", [clip.frames for clip in media.videos]),
              ("pixel_values", "image_grid_thw", [image[None] for image in media.images]))
-    rows = 256 if torch.device(device).type == "cpu" else 2**16  # float32 at a time; small as a core's cache
     for (pixels, grid, stacks), found in zip(kinds, grids(media, c)):
         if not stacks:
             continue
         inputs[grid] = torch.tensor(found, device=device)  # (n, 3)
         counts = [math.prod(g) for g in found]  # patches of each clip or image
         inputs[pixels] = torch.empty(sum(counts), width, dtype=dtype, device=device)
-        for frames, part in zip(stacks, inputs[pixels].split(counts)):
-            patches = patchify(frames.to(device), v.patch_size, v.spatial_merge_size, tp)
-            for raw, out in zip(patches.split(rows), part.split(rows)):
-                out.copy_(torch.sub(raw, mean).div_(std))
+        for frames, part, (_, h, w) in zip(stacks, inputs[pixels].split(counts), found):
+            scratch = torch.empty(h * w, width, device=device)  # float32, reused: fresh memory costs the most
+            for group, out in zip(frames.to(device).split(tp), part.split(h * w)):
+                patches = patchify(group, v.patch_size, v.spatial_merge_size, tp)  # uint8
+                out.copy_(torch.sub(patches, mean, out=scratch).div_(std))
     return inputs
 
 # ---------------------------------------------------------------- token maths without decoding
@@ -806,8 +803,8 @@ def count_tokens(found, spec, tokenizer=None):
 
 def fit_budget(max_tokens, found, spec, tokenizer=None):
     """spec with the most pixels per frame that fit for a probed clip; where none do, fewer frames."""
-    low = spec.min_pixels // spec.token if spec.min_pixels else 4
-    high = spec.max_pixels // spec.token if spec.max_pixels else 768
+    low, high = ((pixels or n * spec.token) // spec.token
+                 for pixels, n in ((spec.min_pixels, 4), (spec.max_pixels, 768)))
     for frames in range(len(plan(found, spec)[0]), 1, -2):
         for tokens in range(high, low - 1, -1):
             tried = replace(spec, nframes=frames, min_frames=min(spec.min_frames, frames), max_frames=frames,
@@ -895,7 +892,6 @@ def finish(answers, summary):
     return int(bool(problems))
 
 def probe_files(args, loader):
-    """Shows what files are and what would be sampled from them."""
     kinds = ["image" if file.lower().endswith(IMAGE_SUFFIXES) else "video" for file in args.data]
     items = [{"kind": kind, "path": file} for kind, file in zip(kinds, args.data)]
     answers = loader.ask_all("describe", items, "opening").values()
@@ -910,16 +906,20 @@ def probe_files(args, loader):
     return finish(answers, f"{len(answers)} files")
 
 def survey_data(args, loader):
-    """(rows of survey() of a data file, its problems so far, {where: source row})."""
-    prompts = load_prompts()
+    prompts, limit = load_prompts(), args.max_prompt_length
     records, problems, source = read_records(args.data, args.data_root, prompts)
-    rows = survey(records, loader, prompts, args.processor, args.form, args.max_prompt_length)
-    return rows, problems + [f"{row[0]['where']}: {row[3]}" for row in rows if row[3]], source
+    rows = survey(records, loader, prompts, args.processor, args.form, limit)
+    problems += [f"{record['where']}: {reason}" for record, _, _, reason, _ in rows if reason]
+    good = [source[record["where"]] for record, _, _, reason, _ in rows if not reason]
+    summary = f"{len(source)} records = {len(good)} good + {len(source) - len(good)} left out"
+    if args.command == "check":
+        clean = Path(args.data).with_suffix(".clean.jsonl")
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in good)
+        write_atomic(clean, lambda temp: temp.write_text(text, encoding="utf-8"))
+        print(*problems[20:], f"the good ones are in {clean}", sep="\n")
+        return finish(problems, summary)
 
-def count_data(args, loader):
-    """Shows what the data costs in tokens and memory. Decodes nothing."""
-    rows, problems, source = survey_data(args, loader)
-    visual, text = np.array([row[1] for row in rows] or [0]), np.array([row[2] for row in rows] or [0])
+    visual, text = np.array([row[1:3] for row in rows] or [(0, 0)]).T
     for name, values in {"visual": visual, "text": text, "prompt": visual + text}.items():
         low, mid, high, most = np.percentile(values, [0, 50, 95, 100]).astype(int)
         print(f"{name:>7} tokens: least {low}, median {mid}, 95 % {high}, most {most}, sum {sum(values)}")
@@ -933,28 +933,15 @@ def count_data(args, loader):
         shape = args.config.get_text_config()
         size = 2 * (visual + text).max() * shape.hidden_size * shape.num_hidden_layers  # bytes in bf16
         print(f"activations of the longest prompt, one checkpoint per layer: {size / 1e9:.3f} GB")
-    finish(problems, f"{len(problems)} of {len(source)} samples cannot be used as they are")
     _, _, text, reason, found = max(rows, key=lambda row: row[1] + row[2], default=[None] * 4 + [()])
     if reason and len(found) == 1:
-        left = args.max_prompt_length - text + count_tokens(found[0], loader.spec, args.tokenizer)[1]
-        fit = fit_budget(left, found[0], loader.spec, args.tokenizer)
+        text -= count_tokens(found[0], loader.spec, args.tokenizer)[1]
+        fit = fit_budget(limit - text, found[0], loader.spec, args.tokenizer)
         print("the longest fits with", *[f"--{name.replace('_', '-')} {getattr(fit, name)}" for name in (
             "max_pixels", "min_pixels", "max_frames", "min_frames")])
-    return 0
-
-def check_data(args, loader):
-    """Opens every clip, lists bad and too long ones, writes DATA.clean.jsonl."""
-    rows, problems, source = survey_data(args, loader)
-    good = [source[row[0]["where"]] for row in rows if not row[3]]
-    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in good)
-    clean = Path(args.data).with_suffix(".clean.jsonl")
-    write_atomic(clean, lambda temp: temp.write_text(text, encoding="utf-8"))
-    print(*problems[20:], sep="\n")
-    left = f"{len(source) - len(good)} left out"
-    return finish(problems, f"{len(source)} records = {len(good)} good, in {clean} + {left}")
+    return finish(problems, summary)
 
 def fill_cache(args, loader):
-    """Decodes every clip and image into the cache. Stop and start it as you like."""
     items = [item for record in load_records(args.data, args.data_root) for item in media_items(record)]
     answers = loader.ask_all("load", items, "caching", args.cache_dir).values()
     sizes = [answer["bytes"] for answer in answers if isinstance(answer, dict)]
@@ -963,7 +950,6 @@ def fill_cache(args, loader):
     return finish(answers, f"{len(answers)} files = {good} + {failed}")
 
 def cut_data(args, loader):
-    """Cuts segments: ODV-Bench and LiveSports names, or video, start, end. Finished ones are skipped."""
     root, items, faults = os.path.abspath(args.data_root or Path(args.data).parent), [], []
     suffixes = (".mp4", ".avi", ".mkv", ".mov", ".webm")
     index = {p.stem: str(p) for p in sorted(Path(root).rglob("*")) if p.suffix.lower() in suffixes}
@@ -978,8 +964,12 @@ def cut_data(args, loader):
     done = f"{len(answers)} segments cut or tried, {len(items) - len(todo)} records had theirs"
     return finish([*faults, *answers], done)
 
-COMMANDS = {"probe": probe_files, "tokens": count_data, "check": check_data, "cache": fill_cache,
-            "clip": cut_data}
+COMMANDS = {
+    "probe": (probe_files, "Shows what files are and what would be sampled from them."),
+    "tokens": (survey_data, "Shows what the data costs in tokens and memory. Decodes nothing."),
+    "check": (survey_data, "Opens every clip, lists bad and too long ones, writes DATA.clean.jsonl."),
+    "cache": (fill_cache, "Decodes every clip into the cache. Stop and start it as you like."),
+    "clip": (cut_data, "Cuts the segments of ODV-Bench and LiveSports names, or of video, start, end.")}
 
 def main():
     common = argparse.ArgumentParser(add_help=False)
@@ -999,8 +989,8 @@ def main():
         add("--" + name.replace("_", "-"), type=kind, default=getattr(MediaSpec, name), help="see MediaSpec")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="See COMMAND --help.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, parents=[common], help=command.__doc__, description=command.__doc__,
+    for name, (_, teach) in COMMANDS.items():
+        sub = commands.add_parser(name, parents=[common], help=teach, description=teach,
                                   formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         sub.add_argument("data", nargs="+" if name == "probe" else None, help="media files or a data file")
         if name == "clip":
@@ -1017,7 +1007,7 @@ def main():
         loader = MediaLoader(spec, args.workers, args.timeout, args.cache_dir, bad_file=args.bad_file,
                              cache_gb=args.cache_gb)
         with contextlib.closing(loader):
-            return COMMANDS[args.command](args, loader)
+            return COMMANDS[args.command][0](args, loader)
     except DataError as error:
         print(error, file=sys.stderr)
         return 2

@@ -215,6 +215,21 @@ def test_keys_survive_a_move_and_tell_duplicates_apart(dataset, tmp_path_factory
     assert keys[1] == keys[0] + ":2" and len(set(keys)) == 3
 
 
+def test_a_check_of_the_caller_is_reported_with_the_other_problems(dataset):
+    good = {"problem": "Is it?", "answer": "yes", "problem_type": "boolean", "videos": ["sub/flat.mp4"]}
+    write_jsonl(dataset / "d.jsonl", [good, good | {"answer": "perhaps"}, good | {"videos": ["gone.mp4"]}])
+
+    def check(record):
+        if record["answer"] != "yes":
+            raise ValueError(f"{record['where']}: answer {record['answer']!r} is neither yes nor no")
+
+    with pytest.raises(DataError) as caught:
+        video_io.load_records(dataset / "d.jsonl", check=check)
+    first, second = str(caught.value).split("\n")
+    assert first == "d.jsonl:2: answer 'perhaps' is neither yes nor no"  # the place is named once
+    assert second.startswith("d.jsonl:3: no file")
+
+
 def test_data_root_is_where_relative_paths_start(dataset, tmp_path_factory):
     row = {"problem": "Is it?", "answer": "yes", "problem_type": "boolean", "videos": ["flat.mp4"]}
     file = write_jsonl(tmp_path_factory.mktemp("elsewhere") / "d.jsonl", [row])
@@ -967,6 +982,23 @@ def test_probe_names_codec_rotation_rate_and_sample(clips, tmp_path):
     assert "h264 yuv420p, 64x96, 30 frames" in out.stdout and "(variable)" in out.stdout and "rotation" in out.stdout and "visual" in out.stdout
 
 
+def test_probe_and_check_work_where_pyav_is_missing(clips, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name == 'av' else find(name, *rest))\n")
+    (tmp_path / "broken.mp4").write_bytes(b"no video")
+    row = {"problem": "Is it?", "answer": "yes", "problem_type": "boolean"}
+    write_jsonl(tmp_path / "d.jsonl", [row | {"videos": [str(clips / "flat.mp4")]}, row | {"videos": ["broken.mp4"]}])
+    blocked = dict(os.environ, PYTHONPATH=str(tmp_path))
+    gone = subprocess.run([sys.executable, "-c", "import av"], env=blocked, capture_output=True, text=True)
+    assert "No module named 'av'" in gone.stderr
+    for args, words in ((("probe", clips / "flat.mp4"), "?, 96x64, 60 frames, 30.000 fps, 2.00 s, rotation ?, read by decord"),
+                        (("check", "d.jsonl"), "2 records = 1 good + 1 left out")):
+        out = subprocess.run([sys.executable, SCRIPT, *map(str, args), "--workers", "1"], env=blocked, cwd=tmp_path, capture_output=True, text=True)
+        assert words in out.stdout and "Traceback" not in out.stderr, out
+
+
 def test_check_drops_what_is_broken_or_over_budget_and_writes_a_clean_copy(clips, hostile):
     row = {"problem": "Is it?", "answer": "yes", "problem_type": "boolean"}
     rows = [row | {"videos": [str(clips / "flat.mp4")], "extra": {"kept": [1]}}, row | {"videos": ["half.mp4"]}, row | {"videos": ["gone.mp4"]},
@@ -975,7 +1007,7 @@ def test_check_drops_what_is_broken_or_over_budget_and_writes_a_clean_copy(clips
     out = run("check", "d.jsonl", "--max-prompt-length", 1500, "--workers", 1, cwd=hostile)
     assert out.returncode == 1
     assert [line for line in out.stdout.splitlines() if line.startswith("d.jsonl:4:") and "over max_prompt_length 1500" in line]
-    assert "5 records = 1 good" in out.stdout and "+ 4 left out" in out.stdout
+    assert "5 records = 1 good + 4 left out" in out.stdout
     assert [json.loads(line) for line in (hostile / "d.clean.jsonl").read_text().splitlines()] == rows[:1]
     assert len(video_io.load_records(hostile / "d.clean.jsonl")) == 1
 
@@ -984,10 +1016,10 @@ def test_tokens_shows_the_distribution_and_a_setting_that_fits(family, clips, tm
     rows = [{"problem": "Is it?", "answer": "yes", "problem_type": "boolean", "videos": [str(clips / n)]} for n in ("flat.mp4", "long.mp4")]
     write_jsonl(tmp_path / "d.jsonl", rows)
     out = run("tokens", "d.jsonl", "--model", family("qwen3_vl")[2], "--max-prompt-length", 1200, "--workers", 1, cwd=tmp_path)
-    assert out.returncode == 0 and "#" in out.stdout and "cache: 2 clips and images" in out.stdout and "activations" in out.stdout
-    fit = out.stdout.split("fits with ")[1].split()
+    assert out.returncode == 1 and "#" in out.stdout and "cache: 2 clips and images" in out.stdout and "activations" in out.stdout
+    fit = out.stdout.split("fits with ")[1].split("\n")[0].split()
     again = run("tokens", "d.jsonl", "--model", family("qwen3_vl")[2], "--max-prompt-length", 1200, "--workers", 1, *fit, cwd=tmp_path)
-    assert "0 of 2 samples" in again.stdout
+    assert "2 good + 0 left out" in again.stdout
 
 
 def test_cache_fills_resumes_and_reports_failures(clips, hostile):
