@@ -662,7 +662,7 @@ def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
         value = function(record, response)
         value = value if isinstance(value, dict) else {"accuracy": float(value)}
         accuracy = value.get("accuracy", value.get("overall", 0.0))
-        if not math.isfinite(accuracy + value.get("overall", 0.0)):
+        if not math.isfinite(accuracy + value.get("format", 0.0) + value.get("overall", 0.0)):
             raise ValueError(f"not finite: {value}")
     except Exception as error:      # whatever the user's code raises: named here, fatal unless told otherwise
         what = f"{settings.reward} on record {record.get('key') or record.get('where')}: {error!r}"

@@ -926,7 +926,8 @@ def test_a_custom_reward_returns_a_float_or_a_dict(tmp_path):
 
 def test_an_error_in_a_custom_reward_names_the_record_and_stops_unless_told_otherwise(tmp_path):
     record = {"problem_type": "my own", "key": "k1"}
-    for body in ("return 1 / 0", "return float('nan')", "return 'good'", "return None"):
+    not_finite = "return {'accuracy': 1, 'format': float('inf')}"
+    for body in ("return 1 / 0", "return float('nan')", "return 'good'", "return None", not_finite):
         spec = custom(tmp_path, body)
         rewards.custom_reward.cache_clear()
         with pytest.raises(rewards.RewardError, match="k1"):
