@@ -155,8 +155,8 @@ class Engine:
     def sync(self, named_parameters):
         """Copy new weights into the engine; named_parameters yields (Hugging Face name, full tensor).
 
-        Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: one left
-        out would keep its old value without a word.
+        Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: one
+        left out would keep its old value without a word.
         """
         sent = set()
 

@@ -729,8 +729,8 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
 
     prompts = video_io.load_prompts(cfg.prompts or None)
     settings = rewards.RewardSettings(
-        cfg.accuracy_weight, cfg.format_weight, reward=cfg.reward or None, on_reward_error=cfg.on_reward_error,
-        allow_code_execution=cfg.allow_code_execution)
+        cfg.accuracy_weight, cfg.format_weight, reward=cfg.reward or None,
+        on_reward_error=cfg.on_reward_error, allow_code_execution=cfg.allow_code_execution)
     check = functools.partial(rewards.check_record, settings=settings)
     train, val = ([record for path in files for record in video_io.load_records(
         path, cfg.data_root or None, prompts, check)] for files in (cfg.train_files, cfg.val_files))
@@ -869,7 +869,7 @@ def report(cfg, state, seconds):
         shown = sorted({min(validation), max(validation)})  # before and after
         print(f"{'validation accuracy (greedy)':32s}" + "".join(f"{f'step {step}':>10s}" for step in shown))
         for name in sorted(validation[shown[-1]]):
-            print(f"  {name:30s}" + "".join(f"{validation[step].get(name, math.nan):10.3f}" for step in shown))
+            print(f"  {name:30s}" + "".join(f"{validation[s].get(name, math.nan):10.3f}" for s in shown))
     print(f"outputs: {cfg.output} (metrics.jsonl, rollouts/, validation/, checkpoints/)\nnext:\n"
           f"  python merge.py {cfg.output} {cfg.output}/merged\n"
           f"  python evaluate.py run --model {cfg.output}/merged --data "
