@@ -369,7 +369,7 @@ def read_marks(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
     if value is None:
         text, method = rewrite(prose(text), SECONDS), "prose"
         ranges = [[time for time in match.groups() if time] for match in RANGE.finditer(text)]
-        value = (ranges or [[]])[-1] if name == "time" else re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", text)
+        value = ([[]] + ranges)[-1] if name == "time" else re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", text)[:99]
     fields = value if isinstance(value, dict) and {"time", "boxes"} & set(value) else {name: value}
     marks = {"time": sorted(numbers(fields.get("time"))), "mask": fields.get("mask"),
              "boxes": boxes_of(fields.get("boxes", {}), scale)}
