@@ -189,15 +189,15 @@ def make_record(row, where, root, kinds):
         "where": where, "problem_type": kinds.get(name), "problem": str(first("problem", "question") or ""),
         "answer": (tagged[1] if tagged else answer).strip(), "videos": videos, "images": images,
         "data_type": row.get("data_type") or ("video" if videos else "image" if images else "text"),
-        **{name: float(time) if isinstance(time, int) else time for name, time in times.items()},
+        **{name: float(value) if type(value) is int else value for name, value in times.items()},
         "options": letter_options(row.get("options")),
         "has_offline_trajectory": bool(row.get("has_offline_trajectory")),
         "preprocessed_video": os.path.normpath(os.path.join(root, stored)) if stored else None}
-    near = [kinds[n] for n in difflib.get_close_matches(name, kinds, cutoff=0.5) or sorted(kinds)]
     for key, holds, remedy in CHECKS:
         if not holds(record):
-            value = json.dumps(record[key] or row.get(key), default=str)[:80]
+            near = [kinds[n] for n in difflib.get_close_matches(name, kinds, cutoff=0.5) or sorted(kinds)]
             remedy = remedy.format(nearest=", ".join(near), start=record["video_start"])
+            value = json.dumps(record[key] or row.get(key), default=str)[:80]
             problems.append(f"{where}: {key} is {value}: {remedy}")
     return record, problems
 
@@ -344,8 +344,7 @@ def plan(found, spec):
     return indices, size, Clip(None, rate, ticks, round(seconds * rate), seconds)
 
 # ---------------------------------------------------------------- decode
-# times: seconds from the first frame; read(ascending indices) -> (n, H, W, 3) uint8; stored: the seconds of a
-# clip that was sampled before, else 0
+# times: seconds from frame 0; read(ascending indices) -> (n, H, W, 3) uint8; stored: an artifact's seconds
 Reader = namedtuple("Reader", "name times fps read stored", defaults=[0])
 
 def decord_reader(files, fps):
@@ -434,7 +433,8 @@ def with_reader(item, spec, use):
             reasons.insert(0, str(error).strip().split("\n")[-1][:200])
         finally:
             reader = None  # at once: an idle decord reader decodes ahead without bound
-    raise MediaError(files[0], "cannot be decoded: " + "; ".join(dict.fromkeys(reasons)))
+    reasons = dict.fromkeys(reasons or ["install decord or av"])
+    raise MediaError(files[0], "cannot be decoded: " + "; ".join(reasons))
 
 def probe(item, spec=MediaSpec(), codec=False):
     """What a file is, ready for JSON, from headers and first frame. item: a path or one of media_items()."""
