@@ -94,7 +94,7 @@ def test_vision_placeholders_are_never_sampled(world):
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
         kept = embedding[pad].clone()
-likely = run.prompter.processor.tokenizer.encode("<answer>")[0]
+        likely = run.prompter.processor.tokenizer.encode("<answer>")[0]
         embedding[pad] = 1.5 * embedding[likely]  # tied head: now likelier than what all answers start with
     engine.sync(model.named_parameters())
     engine.answer(groups, n=16, max_tokens=12)
