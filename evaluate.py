@@ -147,6 +147,7 @@ def run(args):
     import torch
     from transformers import AutoConfig
 
+    args.model = rollout.model_folder(args.model)
     started, model = time.monotonic(), Path(args.model)
     processor = video_io.load_processor(args.model)
     settings = resolve_settings(model, vars(args))

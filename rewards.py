@@ -652,7 +652,7 @@ def custom_reward(spec: str):
     path, _, name = spec.rpartition(":")
     try:
         return runpy.run_path(path)[name]
-    except (OSError, KeyError, ImportError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:      # whatever the user's file does when it is run
         raise RewardError(f"reward {spec!r}: expected path/to/file.py:function ({error!r})") from None
 
 def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
@@ -660,12 +660,14 @@ def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
     function = custom_reward(settings.reward)
     try:
         value = function(record, response)
-        value = value if isinstance(value, dict) else {"accuracy": float(value)}
+        value = dict(value) if isinstance(value, dict) else {"accuracy": float(value)}
+        value |= {name: float(value[name]) for name in ("accuracy", "format", "overall") if name in value}
         accuracy = value.get("accuracy", value.get("overall", 0.0))
         if not math.isfinite(accuracy + value.get("format", 0.0) + value.get("overall", 0.0)):
             raise ValueError(f"not finite: {value}")
-    except Exception as error:      # whatever the user's code raises: named here, fatal unless told otherwise
-        what = f"{settings.reward} on record {record.get('key') or record.get('where')}: {error!r}"
+        json.dumps(value)           # it must pass between processes
+    except (Exception, SystemExit) as error:      # the user's code: named here, fatal unless told otherwise
+        what = f"{settings.reward} on record {record.get('where') or record.get('key')}: {error!r}"
         if settings.on_reward_error != "zero":
             raise RewardError(f"reward {what}") from error
         return {"accuracy": 0.0, "status": "invalid", "method": what}

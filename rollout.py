@@ -22,6 +22,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by the CPU bui
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import gc
+import json
 from dataclasses import dataclass, field
 
 import torch
@@ -93,6 +94,16 @@ def rows_of(groups):
                  response_tokens=len(r.ids), finish_reason=r.finish_reason, **g.scores[i],
                  advantage=None if g.advantages is None else g.advantages[i].item())
             for g in groups for i, r in enumerate(g.responses)]
+
+def write_text(path, text):
+    """Whole or not at all: written beside the target, then renamed over it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+def write_jsonl(path, rows):
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 def about(record):
     kept = ("key", "where", "data_source", "problem_type", "problem", "options", "answer", "videos", "images")
@@ -205,6 +216,20 @@ def _repack_head(worker):
     for module in worker.get_model().modules():
         if type(module).__name__ == "ParallelLMHead":
             module.quant_method.process_weights_after_loading(module)
+
+def model_folder(name):
+    """The folder of a model: the one named, or the snapshot of a Hub name, fetched once."""
+    if os.path.isdir(name):
+        if not any(file.endswith(".safetensors") for file in os.listdir(name)):
+            raise video_io.DataError(f"model {name!r}: a folder without weights (*.safetensors)")
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "original/*"])
+    except (OSError, ValueError) as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise video_io.DataError(f"model {name!r}: neither a folder nor a Hub name to fetch: {reason}")
 
 def checkpoint_names(model_dir):
     """Names of all tensors in a Hugging Face folder's safetensors files."""

