@@ -1,6 +1,6 @@
 """Teach a video VLM to reason with GRPO: one file, one loop.
 
-    python tests/toy.py && accelerate launch --quiet train_grpo.py configs/toy.yaml     # two CPU cores, minutes
+    python tests/toy.py && accelerate launch --quiet train_grpo.py configs/toy.yaml   # 2 CPU cores
     accelerate launch --quiet --num_processes 8 train_grpo.py configs/video_rl.yaml steps=100   # FSDP2 shards
 
 Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run folder:
@@ -873,7 +873,7 @@ def report(cfg, state, seconds):
           f"  python merge.py {cfg.output} {cfg.output}/merged\n"
           f"  python evaluate.py run --model {cfg.output}/merged --data "
           f"{' '.join(cfg.val_files) or 'YOURS.jsonl'}\n"
-          f"  accelerate launch --quiet train_grpo.py configs/video_rl.yaml model=MODEL train_files=YOURS.jsonl")
+          f"  accelerate launch --quiet train_grpo.py configs/video_rl.yaml model=M train_files=YOURS.jsonl")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__,
