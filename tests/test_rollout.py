@@ -1,9 +1,13 @@
 """The engine against Hugging Face forwards: what it samples, what it reports, and whether new weights reach it."""
 
 import dataclasses
+import json
+import subprocess
+from collections import Counter
 
 import pytest
 import torch
+from conftest import ROOT
 from test_train_grpo import config, separate_logprobs
 from transformers import AutoModelForImageTextToText
 
@@ -30,7 +34,7 @@ def gap(world, groups=None):
     """Largest difference between the engine's logprobs of its samples and the trainer's."""
     engine, model, run, all_groups = world
     groups = groups or all_groups
-    engine.answer(groups, **SAMPLING)  # raises where the engine's prompt ids are not ours
+    engine.generate(groups, **SAMPLING)  # raises where the engine's prompt ids are not ours
     worst = 0.0
     for group in groups:
         for response in group.responses:
@@ -97,11 +101,11 @@ def test_vision_placeholders_are_never_sampled(world):
         likely = run.prompter.processor.tokenizer.encode("<answer>")[0]
         embedding[pad] = 1.5 * embedding[likely]  # tied head: now likelier than what all answers start with
     engine.sync(model.named_parameters())
-    engine.answer(groups, n=16, max_tokens=12)
+    engine.generate(groups, n=16, max_tokens=12)
     ids = {token for g in groups for r in g.responses for token in r.ids}
     assert ids and not ids & set(run.banned.tolist())
     engine.banned, kept_bans = [], engine.banned
-    engine.answer(groups, n=16, max_tokens=12)  # without the ban it is sampled: the ban is what kept it out
+    engine.generate(groups, n=16, max_tokens=12)  # without the ban it is sampled: the ban is what kept it out
     assert pad in {token for g in groups for r in g.responses for token in r.ids}
     engine.banned = kept_bans
     with torch.no_grad():
@@ -111,9 +115,9 @@ def test_vision_placeholders_are_never_sampled(world):
 
 def test_a_seed_fixes_the_samples_whatever_else_is_in_the_batch(world):
     engine, *_, groups = world
-    engine.answer(groups, seeds=[1, 2, 3], **SAMPLING)
+    engine.generate(groups, seeds=[1, 2, 3], **SAMPLING)
     together = [r.ids for r in groups[1].responses]
-    engine.answer(groups[1:2], seeds=[2], **SAMPLING)
+    engine.generate(groups[1:2], seeds=[2], **SAMPLING)
     assert [r.ids for r in groups[1].responses] == together
     assert len({tuple(r.ids) for r in groups[0].responses}) > 1
 
@@ -144,3 +148,20 @@ def test_sync_without_the_encoder_reset_fails_or_sees_with_old_eyes(world, monke
         assert "Encoder cache miss" in str(e)
     else:
         assert stale > 1e-3
+
+
+def test_the_command_writes_n_scored_responses_for_each_record(toy, tmp_path):
+    lines = (toy / "val.jsonl").read_text().splitlines()[:6]
+    (toy / "few.jsonl").write_text("\n".join(lines) + "\n")
+    done = subprocess.run([
+        "python", str(ROOT / "rollout.py"), "--model", str(toy / "model"), "--data", str(toy / "few.jsonl"), "--n", "3",
+        "--out", str(tmp_path / "r.jsonl"), "--prompt-form", "direct", "--max-tokens", "12", "--batch", "4",
+        "--max-prompt-length", "400", "--max-frames", "8", "--max-pixels", "4096"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in open(tmp_path / "r.jsonl")]
+    assert Counter(Counter(row["key"] for row in rows).values()) == {3: 6}
+    assert "n_ok 6 + n_failed 0 = n_total 6" in done.stdout
+    assert f"accuracy {sum(row['accuracy'] for row in rows) / 18:.3f}" in done.stdout
+    missing = subprocess.run(["python", str(ROOT / "rollout.py"), "--model", str(toy / "model"), "--data", "no.jsonl",
+                              "--out", str(tmp_path / "x.jsonl")], capture_output=True, text=True)
+    assert missing.returncode == 2 and "no.jsonl" in missing.stderr and missing.stderr.count("\n") == 1
