@@ -418,6 +418,20 @@ def files_of(path):
         raise MediaError(path, "is a folder without images")
     return sorted(names, key=lambda name: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", name)])
 
+def cut_short(path):
+    """Whether a box of an mp4 or mov file ends behind the end of the file: decord may then show a last frame
+    over and over instead of failing."""
+    at, end = 0, os.path.getsize(path)
+    with open(path, "rb") as file:
+        while at + 8 <= end:
+            file.seek(at)
+            size, kind, long = (head := file.read(16))[:4], head[4:8], head[8:]
+            size = int.from_bytes(long if size == b"\0\0\0\1" else size, "big")
+            if size < 8 or at == 0 and kind not in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
+                return False  # the box reaches to the end, or this is no such file
+            at += size
+    return at > end
+
 def with_reader(item, spec, use):
     """use(reader, probe of the item); PyAV where decord fails (AV1, GIF, damaged heads) or is missing."""
     files, reasons = files_of(item["path"]), []
@@ -425,6 +439,8 @@ def with_reader(item, spec, use):
     errors = (OSError, ValueError, LookupError, RuntimeError, EOFError, SyntaxError,  # the last is Pillow's
               *[getattr(importlib.import_module(name), error) for name in here for error in READERS[name][1]])
     stills = item["kind"] == "image" or files != [item["path"]]
+    if not stills and os.path.isfile(files[0]) and cut_short(files[0]):
+        raise MediaError(files[0], "cannot be decoded: the file is cut short")
     names = ["pickle"] if files[0].endswith(".pt") else ["PIL.Image"] if stills else ["decord", "av"]
     for name in [name for name in names if name in here]:
         try:
