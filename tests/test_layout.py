@@ -20,7 +20,7 @@ OURS = {  # script: (what of ours it may import, most lines of code, comments an
     "judge": (set(), 250),
     "merge": (set(), 150),
 }
-OVER = {"video_io": 945, "rewards": 732}  # still over their budgets: these may shrink, never grow
+OVER = {"video_io": 945, "rewards": 732}  # not yet within their budgets: remove as they get there
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 README = (ROOT / "README.md").read_text()
 
