@@ -1,0 +1,274 @@
+"""Let a language model judge the open answers that rules cannot settle, and say how far it can be trusted.
+
+    python judge.py results/mine --model Qwen/Qwen3-8B                   # vLLM in this process
+    python judge.py results/mine --base-url http://127.0.0.1:8000/v1     # any OpenAI-compatible server
+    python judge.py answers.jsonl --model M --all --human labels.jsonl   # all open answers; people's labels
+
+Reads   a folder of evaluate.py (every *.jsonl in it with answers) or one file: JSONL, a JSON list, or a JSON
+        object with that list; rows as evaluate.py, train_grpo.py and EasyVideoR1 write them.
+Writes  X_judged beside each input X, of its shape: judged rows have `judge` (correct, incorrect or invalid),
+        accuracy and status follow it, `rule` keeps the old ones.  result_judged.json (for a file X:
+        X_result_judged.json): result.json with a section `judge`.  judge_cache.jsonl: verdicts by content.
+1. Rules first: right-or-wrong types that were read, exact matches and graded types (boxes, times, OCR) keep
+   their score.  Judged are open answers that merely resemble the gold, and answers that rules could not read.
+2. configs/judge.txt is the prompt.  The fields stand between lines with a code that none of them holds, tags
+   and control tokens broken up: an answer can neither end its field nor pose as the user.
+3. A reply that is no verdict is asked for again, then counted as invalid and scored 0: nothing is guessed.
+4. Verdicts that are known are asked for as well: confident rule verdicts, self-checks, and --human labels,
+   answers with `human` (true or false); printed: how many come out, Cohen's kappa with its 95 % interval.
+"""
+
+import argparse, hashlib, http.client, json, os, random, re, sys, time, urllib.error, urllib.request
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+
+OPEN = {"open ended", "free form", "video qa", "video description", "caption", "none"}
+CLOSED = {"multiple choice", "numerical", "boolean", "binary classification", "math", "rec", "ssr", "crr"}
+LONGEST = 3000  # characters of a field that the judge sees
+VERDICTS = ['{"correct": true}', '{"correct": false}']
+
+def load(path):
+    """(document, the list of answers in it): the list itself, or one that the document, a dict, holds."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            text = text if text.endswith("}") else text.rpartition("\n")[0]  # half a line of a killed writer
+            text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
+        document = json.loads(text)
+    except ValueError as error:  # "line 3" of a JSONL file is its third
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    lists = [document, *document.values()] if isinstance(document, dict) else [document]
+    return document, next((x for x in lists if isinstance(x, list) and any(map(look, x))), [])
+
+def region(text):
+    """The answer: behind the thoughts, in the last answer tag; nothing if the thoughts never end."""
+    text = str(text).rpartition("</think>")[2]
+    return "" if "<think>" in text else text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+
+def look(row):
+    """What is judged of an answer's row, or None for another row."""
+    responses, golds = ("response", "model_output", "output"), ("answer", "solution")
+    if not isinstance(row, dict) or not row.keys() & set(responses) or not row.keys() & set(golds):
+        return None
+    first = lambda *names: next((row[name] for name in names if row.get(name) is not None), "")
+    gold = first(*golds[::-1] if "<answer>" in str(row.get("solution")) else golds)  # as rewards.py does
+    kind = re.sub(r"[\s_-]+", " ", str(row.get("problem_type"))).lower()
+    score, status = float(first("accuracy", "reward") or 0), row.get("status", "ok")
+    answer = "" if status in ("truncated", "failed") else region(first(*responses))  # then 0 stands
+    return argparse.Namespace(
+        row=row, kind=kind, score=score, answer=answer, options="\n".join(map(str, first("options"))),
+        problem=str(first("problem")), gold=region(gold) if isinstance(gold, str) else json.dumps(gold),
+        item=str(row.get("key") or [row.get(name) for name in ("problem_id", "path", "videos", "problem")]),
+        sure=status != "invalid" and (kind in CLOSED and score in (0, 1) or kind in OPEN and score == 1),
+        open=bool(answer) and (kind in OPEN or kind in CLOSED and status == "invalid"))
+
+def prompt_of(a, answer, template):
+    """The judge's prompt.  The code is a hash of the fields: the same content gives the same prompt."""
+    fields = dict(QUESTION=a.problem, OPTIONS=a.options, REFERENCE=a.gold, CANDIDATE=answer)
+    for name, text in fields.items():  # <|im_end|>, </s>, [INST] ... are control tokens to some tokenizer
+        text = text if len(text) <= LONGEST else text[:LONGEST // 4] + " [...] " + text[-LONGEST * 3 // 4:]
+        fields[name] = re.sub(r"([<\[])(?=[^\s\d])", r"\1 ", text)
+    code = ""
+    while not code or any(code in text for text in fields.values()):
+        code = hashlib.sha256(json.dumps([code, fields]).encode()).hexdigest()[:12]
+    blocks = [f"<<<{name} {code}\n{text}\n{code}>>>\n" for name, text in fields.items()]
+    return template.replace("{fields}", "".join(blocks))
+
+def parse_verdict(text):
+    """True, False or None.  A reply must end in its verdict, and hold no other one."""
+    text = re.sub(r"[*`\s]+$", "", region(text))
+    said = [*re.finditer(r'{[^{}]*"correct"\s*:\s*(\w+|"[^"]*")[^{}]*}|(?i:\bjudge?ment)\W{1,6}(\w+)', text)]
+    values = {match[1] or match[2] for match in said}
+    ends = said and said[-1].end() == len(text) and len(values) == 1
+    return {"true": True, "1": True, "false": False, "0": False}.get(values.pop()) if ends else None
+
+def in_process(args):
+    """(identity, ask) of vLLM in this process.  ask(prompts) yields (prompt, reply)."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    options = dict(max_model_len=16384, enforce_eager=True) | json.loads(args.options)
+    llm, constraint = LLM(args.model, **options), StructuredOutputsParams(choice=VERDICTS)
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, structured_outputs=constraint)
+
+    def ask(prompts):
+        for start in range(0, len(prompts), 512):  # verdicts are kept after each
+            batch = prompts[start:start + 512]
+            try:
+                outputs = llm.chat([[{"role": "user", "content": p}] for p in batch], params, use_tqdm=False,
+                                   chat_template_kwargs={"enable_thinking": False})
+            except Exception as error:  # over max_model_len, no chat template: vLLM's classes change
+                raise ValueError(f"{args.model}: {error}") from error
+            yield from zip(batch, (out.outputs[0].text for out in outputs))
+    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(Path(args.model).glob("*.*"))]
+    return [args.model, files, options], ask
+
+def request(url, body, args):
+    """The JSON reply of a server; waits and tries again where that can help."""
+    call = urllib.request.Request(url, body and json.dumps(body).encode(), {
+        "Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}"})
+    for tried in range(args.tries):
+        time.sleep(tried and pause)
+        pause = args.backoff * 2**tried * random.uniform(0.5, 1)
+        try:
+            with urllib.request.urlopen(call, timeout=args.timeout) as reply:
+                return json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            reason, after = f"HTTP {error.code} {error.reason}", error.headers.get("Retry-After") or ""
+            if error.code not in (408, 425, 429) and error.code < 500:
+                break
+            pause = float(after) if after.isdigit() else pause
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+    raise ConnectionError(f"{url}: {reason}")
+
+def over_http(args):
+    """(identity, ask) of an OpenAI-compatible server; ten failed requests in a row end the run."""
+    base, options, lost = args.base_url.rstrip("/"), json.loads(args.options), []
+    name = args.model or re.search('"id": "(.*?)"|$', json.dumps(request(f"{base}/models", None, args)))[1]
+
+    def one(prompt):
+        if len(lost) >= 10:
+            raise lost[-1]  # what was judged is in the cache: the same command goes on from there
+        message = {"role": "user", "content": prompt}
+        body = dict(model=name, temperature=0, max_tokens=args.max_tokens, messages=[message]) | options
+        try:
+            reply = request(f"{base}/chat/completions", body, args)
+            lost.clear()
+            return prompt, str(reply["choices"][0]["message"]["content"])
+        except (ConnectionError, TypeError, LookupError) as error:
+            lost.extend([error] * isinstance(error, ConnectionError))
+            return prompt, f"no chat completion: {error!r}"
+    pool = ThreadPoolExecutor(args.concurrency)
+    ask = lambda prompts: (f.result() for f in as_completed([pool.submit(one, prompt) for prompt in prompts]))
+    return [name, base, options], ask
+
+def settle(prompts, identity, ask, cache, rounds):
+    """({prompt: True | False | None}, how many came from the cache)."""
+    keys = {p: hashlib.sha256(json.dumps([identity, p]).encode()).hexdigest() for p in prompts}
+    text = cache.read_text(errors="replace") if cache.exists() else ""
+    stored = dict(re.findall(r'(?m)^{"key": "(\w{64})", "correct": (true|false)}$', text))  # no half lines
+    verdicts = {p: {"true": True, "false": False}.get(stored.get(key)) for p, key in keys.items()}
+    cached, reply = sum(verdict is not None for verdict in verdicts.values()), ""
+    with open(cache, "a", buffering=1) as file:
+        file.write("\n" * (text[-1:] not in ("", "\n")))  # ends half a line
+        for i in range(rounds):
+            again = f" This is request {i + 1}." * (i > 0)  # greedy decoding would repeat itself
+            for prompt, reply in ask([p + again for p in keys if verdicts[p] is None]):
+                prompt = prompt.removesuffix(again)
+                verdicts[prompt] = parse_verdict(reply)
+                if verdicts[prompt] is not None:
+                    file.write(json.dumps({"key": keys[prompt], "correct": verdicts[prompt]}) + "\n")
+    if verdicts and set(verdicts.values()) == {None}:
+        raise ValueError(f"not one verdict on {len(verdicts)} prompts; the last reply: {reply[:200]!r}")
+    return verdicts, cached
+
+def known(answers, judged, labels, n):
+    """[(source, answer's look, what is answered, is it correct)]: verdicts that are known beforehand."""
+    for a in filter(None, map(look, load(Path(labels))[1] if labels else [])):
+        if not isinstance(a.row.get("human"), bool):
+            raise ValueError(f"{labels}: {a.item}: `human` must be true or false")
+        yield "people", a, a.answer, a.row["human"]
+    draw, sure = random.Random(0), [a for a in answers if a.sure and a.answer]
+    yield from (("rules", a, a.answer, a.score == 1) for a in draw.sample(sure, min(10 * n, len(sure))))
+    for a in draw.sample(judged or answers, min(n, len(judged or answers))):
+        others = [b.gold for b in answers if b.kind == a.kind and b.gold.lower() != a.gold.lower()]
+        wrong = {"empty": "", "refusal": "I do not know.", "negated gold": f"It is not {a.gold}"}
+        yield from (("gold", a, a.gold, True), *((source, a, text, False) for source, text in wrong.items()),
+                    *(("another gold", a, gold, False) for gold in others[:1]))
+
+def kappa(pairs, samples=2000):
+    """[Cohen's kappa, its 95 % interval's ends] of [(item, judge, truth)], drawing whole items; or None."""
+    cells = {}
+    for item, judge, truth in pairs:
+        cells.setdefault(item, np.zeros(4))[2 * judge + truth] += 1
+    cells = np.array([*cells.values()] or [np.zeros(4)])  # (items, 4)
+    draws = np.random.default_rng(0).multinomial(len(cells), np.full(len(cells), 1 / len(cells)), samples)
+    table = np.vstack([cells.sum(0), draws @ cells])  # (1 + samples, 4)
+    with np.errstate(invalid="ignore"):
+        no, missed, invented, yes = (table / table.sum(1, keepdims=True)).T
+        chance = (no + missed) * (no + invented) + (invented + yes) * (missed + yes)
+        values = (no + yes - chance) / (1 - chance)
+    values = [values[0], *np.nanquantile(values, [0.025, 0.975])] if np.isfinite(values[0]) else []
+    return [round(float(value), 4) for value in values] or None
+
+def follow(row, verdict):
+    """Put a verdict into an answer's row."""
+    word, status = {True: ("correct", "ok"), False: ("incorrect", "wrong"), None: ("invalid",) * 2}[verdict]
+    new = dict.fromkeys([n for n in ("accuracy", "reward") if n in row] or ["accuracy"], float(verdict or 0))
+    new |= {name: value for name, value in dict(correct=bool(verdict), status=status).items() if name in row}
+    row |= new | dict(judge=word, rule={name: row.get(name) for name in new})
+
+def run(args):
+    path, template = Path(args.path), Path(args.prompt).read_text(encoding="utf-8")
+    out = path / "result_judged.json" if path.is_dir() else path.with_name(f"{path.stem}_result_judged.json")
+    files = [f for f in sorted(path.glob("*.jsonl")) if not re.search("_judged$|^judge_cache$", f.stem)]
+    loaded = [found for file in (files if path.is_dir() else [path]) if (found := (file, *load(file)))[2]]
+    answers = [a for _, _, rows in loaded for a in map(look, rows) if a]
+    if not answers:
+        raise ValueError(f"{path}: no answers here, rows with `response` and `answer`")
+    judged = [a for a in answers if a.open and (args.all or not a.sure)]
+    tests = [(source, a.item, prompt_of(a, answer, template), truth)
+             for source, a, answer, truth in known(answers, judged, args.human, args.checks)]
+    prompts = [prompt_of(a, a.answer, template) for a in judged]
+    identity, ask = (over_http if args.base_url else in_process)(args)
+    cache = Path(args.cache or out.with_name("judge_cache.jsonl"))
+    verdicts, cached = settle([*prompts, *(test[2] for test in tests)], identity, ask, cache, args.rounds)
+
+    table, trust, outputs = {}, {}, {}
+    for a, prompt in zip(judged, prompts):
+        follow(a.row, verdicts[prompt])
+    for source in dict.fromkeys(test[0] for test in tests):
+        found = [(item, verdicts[prompt], truth) for name, item, prompt, truth in tests if name == source]
+        valid = [test for test in found if test[1] is not None]
+        trust[source] = dict(n=len(found), right=sum(verdict == truth for _, verdict, truth in valid),
+                             invalid=len(found) - len(valid), kappa=kappa(valid))
+    for kind in ["all", *sorted({a.kind for a in answers})]:
+        group = [a for a in answers if kind in ("all", a.kind)]
+        words = [a.row["judge"] for a in judged if kind in ("all", a.kind)]
+        rule, final = np.mean([(a.score, look(a.row).score) for a in group], 0).tolist()
+        table[kind] = dict(n=len(group), rule=rule, rule_judge=final, judged=len(words),
+                           invalid=words.count("invalid"))
+    for file, document, rows in loaded:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        whole = json.dumps(document, ensure_ascii=False, indent=2)
+        outputs[file.with_stem(file.stem + "_judged")] = lines if file.suffix == ".jsonl" else whole
+    result = json.loads((path / "result.json").read_text()) if (path / "result.json").exists() else {}
+    result["judge"] = dict(judge=identity, asked=len(verdicts), cached=cached, table=table, trust=trust)
+    for file, text in (outputs | {out: json.dumps(result, ensure_ascii=False, indent=1)}).items():
+        file.with_name(f".{file.name}.tmp").write_text(text, encoding="utf-8")
+        os.replace(file.with_name(f".{file.name}.tmp"), file)
+    print(f"{'':28}{'n':>7}{'rule':>9}{'rule+judge':>12}{'judged':>8}{'invalid':>9}")
+    for kind, line in table.items():
+        print("{:28}{n:7}{rule:9.4f}{rule_judge:12.4f}{judged:8}{invalid:9}".format(kind, **line))
+    for source, line in trust.items():
+        print("{:13} {right} of {n} right, {invalid} invalid; kappa [95 %]: {kappa}".format(source, **line))
+    print(f"{len(verdicts)} verdicts, {cached} of them from the cache; {out}")
+
+def main():
+    parser = argparse.ArgumentParser(description="Judge the open answers that rules cannot settle.")
+    parser.add_argument("path", help="folder of evaluate.py, or a file of answers")
+    parser.add_argument("--all", action="store_true", help="judge open answers that equal the gold, too")
+    for flag, default, text in (
+            ("--model", "", "vLLM in this process: folder or Hub name; of a server: its name for the judge"),
+            ("--base-url", "", "OpenAI-compatible server, with /v1; its key is read from OPENAI_API_KEY"),
+            ("--human", "", "file of labels"), ("--cache", "", "default: beside the input"),
+            ("--prompt", str(Path(__file__).with_name("configs") / "judge.txt"), "file that holds {fields}"),
+            ("--options", "{}", "JSON of arguments to vLLM, or of fields in each request"),
+            ("--checks", 20, "questions of the self-checks; ten times as many rule verdicts"),
+            ("--rounds", 3, "times that one prompt is asked"), ("--max-tokens", 64, "of a reply"),
+            ("--concurrency", 16, "requests at once"), ("--timeout", 120.0, "seconds of a request"),
+            ("--tries", 6, "of a request"), ("--backoff", 1.0, "seconds, doubled, or Retry-After")):
+        parser.add_argument(flag, type=type(default), default=default, help=text)
+    args = parser.parse_args()
+    args.model or args.base_url or parser.error("who judges? --model or --base-url")
+    try:
+        run(args)
+    except (OSError, ValueError, RuntimeError) as error:  # vLLM raises all of them
+        sys.exit(print("judge.py:", " ".join(str(error).split())[:500], file=sys.stderr) or 2)
+
+if __name__ == "__main__":
+    main()
