@@ -304,6 +304,20 @@ def test_preference_labels_in_their_spellings(response, gold, expected):
         ("0.2857", "0.286", 1),
         ("0.28", "0.286", 0),
         ("m2", "2", 0),
+        ("a dozen", "12", 1),
+        ("2 dozen eggs", "24", 1),
+        ("half a dozen", "6", 1),
+        ("dozens", "12", 0),
+        ("3 hundred", "300", 1),
+        ("百分之五十", "50%", 1),
+        ("百分之50", "0.5", 1),
+        ("四分之三", "0.75", 1),
+        ("三点五", "3.5", 1),
+        ("负三", "-3", 1),
+        ("three point five", "3.5", 1),
+        ("three quarters", "0.75", 1),
+        ("two-thirds", "0.67", 1),
+        ("3 * 10^8", "300000000", 1),
     ],
 )
 def test_numerical(response, gold, expected):
@@ -361,7 +375,10 @@ def test_regression_takes_the_first_quantity_of_the_sentence():
         ('{"time": [10, 20', 0),
         ("{}", 0),
         ("soon", 0),
-        ('{"time": [[10, 20], [20, 30]]}', 0),
+        ('{"time": [[10, 20], [20, 30]]}', 0.5),  # several windows are one set of seconds
+        ('{"time": [[10, 14], [12, 16]]}', 0.6),
+        ("[[30, 40], [20, 10]]", 0.5),
+        ('{"time": [10, 20, 30]}', 0),
     ],
 )
 def test_temporal_grounding(response, expected):
@@ -413,9 +430,6 @@ def test_declared_box_spaces_are_converted_and_undeclared_ones_left_alone():
     assert accuracy(
         "spatial grounding", "[100, 100, 500, 500]", '{"boxes": [0.1, 0.1, 0.5, 0.5]}', box_space="0-1"
     ) == pytest.approx(1)
-    pixels = rewards.RewardSettings(box_space="0-1000", answer_box_space="pixels")
-    record = {"problem_type": "spatial grounding", "answer": "[100, 100, 500, 500]", **frame}
-    assert rewards.score(record, "[64, 48, 320, 240]", pixels)["accuracy"] == pytest.approx(1)
     with pytest.raises(ValueError, match="width"):
         rewards.check_record(
             {"problem_type": "tracking", "answer": '{"boxes": {"0": [1, 2, 3, 4]}}', "box_space": "pixels"}
@@ -543,6 +557,10 @@ def test_long_open_answers_are_the_mean_of_three_rouges():
         (r"1 \le x < 4", "[1,4)", 1),
         ("(a+1)^2", "a^2+2a+1", 1),
         ("0.33", "1/3", 0),
+        ("1 1/2", "3/2", 1),
+        ("1 1/2", "1", 0),
+        ("10^-3", "0.001", 1),
+        ("x**2", "x^2", 1),
         ("50%", "0.5", 1),
         ("The answer is 2,000", "2000", 1),
         ("2π", r"2\pi", 1),
@@ -658,7 +676,7 @@ def test_unknown_types_name_their_neighbours_and_known_ones_ignore_case_and_sepa
     with pytest.raises(ValueError, match="t.jsonl:3.*numercial.*numerical"):
         rewards.check_record({"problem_type": "numercial", "answer": "1", "where": "t.jsonl:3"})
     for name in ("OCR", "multiple_choice", "Spatial Temporal Grounding", "open_ended", "SVG-code", "caption"):
-        assert rewards.canonical(name) in rewards.TYPES
+        assert rewards.canonical(name) in rewards.vocabulary()["types"]
 
 
 @pytest.mark.parametrize(
@@ -731,7 +749,7 @@ GOLDS = {
 }
 
 
-@pytest.mark.parametrize("kind", rewards.TYPES)
+@pytest.mark.parametrize("kind", rewards.vocabulary()["types"])
 def test_gold_as_answer_scores_one_and_emptiness_zero(kind):
     gold, options = GOLDS[kind]
     record = {"problem_type": kind, "answer": gold, "options": options}
@@ -741,7 +759,7 @@ def test_gold_as_answer_scores_one_and_emptiness_zero(kind):
         assert rewards.score(record, empty)["accuracy"] == 0
 
 
-@pytest.mark.parametrize("kind", rewards.TYPES)
+@pytest.mark.parametrize("kind", rewards.vocabulary()["types"])
 def test_the_form_that_each_prompt_asks_for_gets_the_full_format_score(kind):
     gold, options = GOLDS[kind]
     record = {"problem_type": kind, "answer": gold, "options": options}
@@ -806,7 +824,7 @@ PIECES = st.sampled_from(
         "ﷺ",
     ]
 )
-SAFE = [kind for kind in rewards.TYPES if kind not in ("math", "code")]
+SAFE = [kind for kind in rewards.vocabulary()["types"] if kind not in ("math", "code")]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -924,18 +942,51 @@ def test_a_custom_reward_returns_a_float_or_a_dict(tmp_path):
     )
 
 
-def test_an_error_in_a_custom_reward_names_the_record_and_stops_unless_told_otherwise(tmp_path):
+def test_an_error_in_a_custom_reward_names_the_record_and_stops_unless_told_otherwise(tmp_path, caplog):
     record = {"problem_type": "my own", "key": "k1"}
     not_finite = "return {'accuracy': 1, 'format': float('inf')}"
-    for body in ("return 1 / 0", "return float('nan')", "return 'good'", "return None", not_finite):
-        spec = custom(tmp_path, body)
-        rewards.custom_reward.cache_clear()
-        with pytest.raises(rewards.RewardError, match="k1"):
-            rewards.score_here(record, "", rewards.RewardSettings(reward=spec))
-        out = rewards.score_here(record, "", rewards.RewardSettings(reward=spec, on_reward_error="zero"))
-        assert (out["accuracy"], out["status"]) == (0, "invalid")
+    bodies = ("return 1 / 0", "return float('nan')", "return 'good'", "return None", not_finite,
+              "import os; os._exit(3)", "import os; os._exit(0)", "while True: pass")
+    for i, body in enumerate(bodies):
+        (tmp_path / str(i)).mkdir()
+        spec = custom(tmp_path / str(i), body)
+        stop = rewards.RewardSettings(reward=spec, timeout_s=1.0)
+        with pytest.raises(rewards.RewardError, match="mine.py:reward on k1: .*zero"):
+            rewards.score(record, "", stop)
+        caplog.clear()
+        out = rewards.score(record, "", rewards.RewardSettings(reward=spec, timeout_s=1.0, on_reward_error="zero"))
+        assert (out["accuracy"], out["status"]) == (0, "invalid") and "k1" in out["method"]
+        assert "k1" in caplog.text
     with pytest.raises(rewards.RewardError, match="file.py:function"):
         rewards.score(record, "", rewards.RewardSettings(reward="/nowhere.py:f"))
+
+
+def test_a_worker_that_a_custom_reward_ends_costs_only_its_own_response(tmp_path):
+    spec = custom(tmp_path, "import os; return len(response) if response else os._exit(1)")
+    scorer = rewards.Scorer(rewards.RewardSettings(reward=spec, on_reward_error="zero"), workers=2)
+    results = scorer.score_many([{"key": str(i)} for i in range(5)], ["a", "", "ab", "", "abc"])
+    scorer.close()
+    assert [out["accuracy"] for out in results] == [1, 0, 2, 0, 3]
+
+
+def test_quick_types_start_no_process_and_workers_end_when_their_parent_is_killed(tmp_path):
+    scorer = rewards.Scorer()
+    assert scorer.score_many([{"problem_type": "numerical", "answer": "4"}], ["4"])[0]["accuracy"] == 1
+    assert scorer.idle == [None]
+    script = (
+        "import os, signal, rewards; scorer = rewards.Scorer(rewards.RewardSettings(timeout_s=1.0))\n"
+        "record = {'problem_type': 'math', 'answer': '4'}; scorer.score_many([record], ['4'])\n"
+        "print(scorer.idle[0].pid, flush=True); scorer.askers.submit(scorer.ask, record, '9^{9^{9^{9}}}')\n"
+        "import time; time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    for _ in range(200):
+        status_file = Path(f"/proc/{int(done.stdout)}/status")
+        if not status_file.exists() or "State:\tZ" in status_file.read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail("the worker lives on")
 
 
 def command(*arguments):
@@ -982,6 +1033,12 @@ def test_the_command_prints_a_table_writes_scores_and_shows_examples(tmp_path):
         ('{"problem_type": "numerical", "answer": "1"}', "response"),
         ("[1]", "response"),
         ('{"problem_type": "nummer", "answer": "1", "response": ""}', "nearest"),
+        ('{"problem_type": "numerical", "answer": "1", "response": null}', "a text"),
+        ('{"problem_type": "numerical", "answer": "1", "response": 5}', "a text"),
+        ('{"problem_type": "numerical", "answer": "1", "response": ["1"]}', "a text"),
+        ('{"problem_type": "numerical", "answer": "1", "responses": "1"}', "a text"),
+        ('{"problem_type": "numerical", "answer": "1", "responses": ["1", null]}', "a text"),
+        ('{"problem_type": "numerical", "answer": "1", "responses": 7}', "a text"),
     ],
 )
 def test_the_command_answers_bad_rows_with_one_line_and_exit_code_2(tmp_path, line, message):
