@@ -275,12 +275,13 @@ def box_scale(record: dict, settings: RewardSettings) -> tuple[float, float]:
 def read_marks(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
     """{"time": [s, e], "boxes": {"8": [x1, y1, x2, y2], ...} or one box, "positive_points": [[x, y], ...],
     "negative_points", "mask"} as needed, or times or boxes alone. Of ranges in prose the last is meant."""
-    kind, text = canonical(record["problem_type"]), rewrite(plain(text), "clocks", "digits", "durations")
+    kind = canonical(record["problem_type"])
+    text = rewrite(plain(text)[-20_000:], "clocks", "digits", "durations")
     main, value = "time" if kind == "temporal grounding" else "boxes", json_value(text)
     method = "prose" if value is None else "JSON"
     if value is None:
         ranges = pattern("{RANGE}").findall(text) or pattern("{PAIR}").findall(text) or [()]
-        value = list(ranges[-1]) if main == "time" else pattern("{SIGNED}").findall(text[:4000])
+        value = list(ranges[-1]) if main == "time" else pattern("{SIGNED}").findall(text[:4000])[:99]
     fields = value if isinstance(value, dict) and {"time", "boxes"} & set(value) else {main: value}
     points = {name: numbers(fields.get(name), scale) for name in ("positive_points", "negative_points")}
     marks = {"time": numbers(fields.get("time")), "boxes": boxes_of(fields.get("boxes", {}), scale),
