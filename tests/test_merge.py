@@ -16,12 +16,16 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import merge
 
 ROOT = Path(__file__).resolve().parent.parent
-# What training does with several processes: shard every block and the root, save parameters and moments.
+# What training does with several processes: shard every block and the root, save parameters and moments; and
+# what EasyR1 and verl write: one file a process, of FSDP2's or FSDP1's sharded state dict.
 SHARDED_RUN = """
 import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardedStateDictConfig, StateDictType
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForImageTextToText
-model_dir, step_dir, reference = sys.argv[1:]
+model_dir, step_dir, reference, kind = sys.argv[1:]
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
@@ -30,13 +34,28 @@ with torch.no_grad():
         p.add_(torch.randn_like(p) * 0.01)  # not the weights on disk; equal on both ranks
 if dist.get_rank() == 0:
     torch.save(model.state_dict(), reference)
-for module in model.modules():
-    if type(module).__name__ in ("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"):
-        fully_shard(module)
-fully_shard(model)
-weights = dict(model.named_parameters())
-moments = {f"{n}.exp_avg": torch.zeros_like(w) for n, w in weights.items()}
-dcp.save({"model": weights, "optim": moments}, checkpoint_id=step_dir + "/dcp")
+blocks = [module for module in model.modules()
+          if type(module).__name__ in ("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock")]
+world = dist.get_world_size()
+mesh = init_device_mesh("cpu", (2, world // 2) if kind.endswith("replicas") else (world,),
+                        mesh_dim_names=("ddp", "fsdp") if kind.endswith("replicas") else ("fsdp",))
+if kind.startswith("fsdp1"):
+    from torch.distributed.fsdp import ShardingStrategy
+    strategy = ShardingStrategy.HYBRID_SHARD if kind.endswith("replicas") else ShardingStrategy.FULL_SHARD
+    model = FSDP(model, device_id=torch.device("cpu"), sharding_strategy=strategy, use_orig_params=False,
+                 auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}),
+                 device_mesh=None if kind == "fsdp1 without mesh" else mesh)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
+        weights = model.state_dict()
+else:
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=mesh)
+    weights = dict(model.named_parameters()) if kind == "dcp" else model.state_dict()
+if kind == "dcp":
+    moments = {f"{n}.exp_avg": torch.zeros_like(w) for n, w in weights.items()}
+    dcp.save({"model": weights, "optim": moments}, checkpoint_id=step_dir + "/dcp")
+else:
+    torch.save(weights, f"{step_dir}/model_world_size_{world}_rank_{dist.get_rank()}.pt")
 dist.destroy_process_group()
 """
 
@@ -77,22 +96,79 @@ def command(*args):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_a_checkpoint_of_two_processes_becomes_the_model_that_was_trained(toy, tmp_path):
-    step = make_step(tmp_path / "step_000007", toy / "model")
+def shard(toy, tmp_path, step, kind, processes=2):
+    """Let processes write a checkpoint of a kind into a step folder; the model that they had."""
     script = tmp_path / "train.py"
     script.write_text(SHARDED_RUN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*torchrun, script, toy / "model", step, tmp_path / "reference.pt"], check=True,
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                str(processes)]
+    subprocess.run([*torchrun, script, toy / "model", step, tmp_path / "reference.pt", kind], check=True,
                    env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert len(list((step / "dcp").glob("*.distcp"))) == 2
-
-    merge.merge(step, tmp_path / "merged")
-
     reference = AutoModelForImageTextToText.from_pretrained(toy / "model", dtype=torch.float32)
     untouched = logits(reference)
     reference.load_state_dict(torch.load(tmp_path / "reference.pt"))
+    assert not torch.allclose(logits(reference), untouched)  # else the tests could not see a stale weight
+    return reference
+
+
+def test_a_checkpoint_of_two_processes_becomes_the_model_that_was_trained(toy, tmp_path):
+    step = make_step(tmp_path / "step_000007", toy / "model")
+    reference = shard(toy, tmp_path, step, "dcp")
+    assert len(list((step / "dcp").glob("*.distcp"))) == 2
+    merge.merge(step, tmp_path / "merged")
     assert torch.equal(logits(tmp_path / "merged"), logits(reference))
-    assert not torch.allclose(logits(reference), untouched)  # else the test could not see a stale weight
+
+
+def other_step(folder, toy):
+    """The actor folder of an EasyR1 checkpoint, without its weights."""
+    actor = folder / "global_step_80/actor"
+    shutil.move(make_step(folder / "made", toy / "model") / "hf", actor / "huggingface")
+    return actor
+
+
+@pytest.mark.parametrize("kind, processes", [("fsdp2", 2), ("fsdp1", 2), ("fsdp1 replicas", 4)])
+def test_a_checkpoint_of_easyvideor1_becomes_the_model_that_was_trained(toy, tmp_path, kind, processes):
+    actor = other_step(tmp_path, toy)
+    reference = shard(toy, tmp_path, actor, kind, processes)
+    merge.merge(actor.parent, tmp_path / "merged")
+    assert torch.equal(logits(tmp_path / "merged"), logits(reference))
+    assert AutoProcessor.from_pretrained(tmp_path / "merged").tokenizer("red")["input_ids"]
+    (actor / f"model_world_size_{processes}_rank_{1}.pt").unlink()
+    with pytest.raises(merge.MergeError, match="rank_1.pt"):
+        merge.merge(actor.parent, tmp_path / "again")
+
+
+def test_one_process_wrote_a_plain_state_dict_with_the_names_of_this_model(toy, tmp_path):
+    actor = other_step(tmp_path, toy)
+    model = AutoModelForImageTextToText.from_pretrained(toy / "model", dtype=torch.float32)
+    torch.save(model.state_dict(), actor / "model_world_size_1_rank_0.pt")
+    merge.merge(actor, tmp_path / "merged", "bfloat16")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert {weight.dtype for weight in merged.values()} == {torch.bfloat16}
+    torch.save({"stray": torch.zeros(2)} | model.state_dict(), actor / "model_world_size_1_rank_0.pt")
+    with pytest.raises(merge.MergeError, match="stray"):
+        merge.merge(actor, tmp_path / "again")
+
+
+class Harm:
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_does_not(toy, tmp_path):
+    actor, harm = other_step(tmp_path, toy), Harm()
+    harm.file = tmp_path / "harm was done"
+    torch.save({"lm_head.weight": harm}, actor / "model_world_size_1_rank_0.pt")
+    done = command(actor, tmp_path / "merged")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and ".system" in done.stderr
+    assert not harm.file.exists() and not (tmp_path / "merged").exists()
+
+
+def test_tensors_without_a_mesh_are_refused_by_the_name_of_their_class(toy, tmp_path):
+    actor = other_step(tmp_path, toy)
+    shard(toy, tmp_path, actor, "fsdp1 without mesh")
+    with pytest.raises(merge.MergeError, match="ShardedTensor"):
+        merge.merge(actor, tmp_path / "merged")
 
 
 def test_run_checkpoints_and_step_folder_name_the_same_checkpoint(run, tmp_path):
@@ -159,13 +235,26 @@ def damage_no_index(step):
     (step / "dcp/.metadata").unlink()
 
 
+def damage_state(step):
+    (step / "state.json").write_text('{"step": ')
+
+
+def damage_tokenizer(step):
+    (step / "hf/tokenizer.json").unlink()
+
+
+def damage_chat_template(step):
+    (step / "hf/chat_template.jinja").unlink()
+
+
 def damage_config(step):
     config = json.loads((step / "hf/config.json").read_text())
     config["vision_config"]["intermediate_size"] = 96
     (step / "hf/config.json").write_text(json.dumps(config))
 
 
-DAMAGES = [damage_missing_file, damage_short_file, damage_index, damage_no_index, damage_config]
+DAMAGES = [damage_missing_file, damage_short_file, damage_index, damage_no_index, damage_state,
+           damage_tokenizer, damage_chat_template, damage_config]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -186,3 +275,26 @@ def test_weights_that_are_not_finite_are_refused_by_name(toy, tmp_path):
     dcp.save({"model": weights}, checkpoint_id=str(step / "dcp"), no_dist=True)
     with pytest.raises(merge.MergeError, match=name):
         merge.merge(step, tmp_path / "merged")
+
+
+def test_logits_of_a_folder_that_is_not_the_checkpoint_are_noticed(run, toy, tmp_path, monkeypatch):
+    write = merge.write_weights
+
+    def stale(read, weights, out):
+        write(lambda name: read(name) * (2 if name.endswith("norm.weight") else 1), weights, out)
+
+    monkeypatch.setattr(merge, "write_weights", stale)
+    with pytest.raises(merge.MergeError, match="logits"):
+        merge.merge(run, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_push_check_lists_what_the_hub_would_miss(run, tmp_path):
+    done = command(run, tmp_path / "merged", "--push-check")
+    assert done.returncode == 1 and "README.md" in done.stdout
+    (tmp_path / "merged/README.md").write_text("---\nlicense: apache-2.0\n---\n# Mine\n")
+    assert list(merge.push_check(tmp_path / "merged")) == []
+    (tmp_path / "merged/optimizer.pt").write_text("")
+    (tmp_path / "merged/link.json").symlink_to("config.json")
+    assert [Path(line.split(":")[0]).name for line in merge.push_check(tmp_path / "merged")] == [
+        "link.json", "optimizer.pt"]
