@@ -1,21 +1,31 @@
-"""Evaluate a model on record files: greedy answers, one JSONL line per sample, accuracy per task.
+"""Evaluate video VLMs on benchmarks: official metrics with intervals, comparisons, one page to look at.
 
-    python evaluate.py run --model merged --data toy/val.jsonl
-    python evaluate.py run --model Qwen3-VL-8B --data a.jsonl b.jsonl --prompt-form direct --max-frames 64
+    python evaluate.py run --model Qwen3-VL-8B --data lvbench videomme --data-root DATA --think
+    python evaluate.py run --model merged --data toy/val.jsonl         # any record file
+    accelerate launch evaluate.py run --model M --data lvbench ...     # each GPU answers a share of the clips
+    python evaluate.py compare results/A/lvbench_... results/B/lvbench_...
+    python evaluate.py report results/A --against results/B --training runs/mine
+    python evaluate.py check lvbench --data-root DATA                  # no GPU: files, golds, prompts, hours
 
-Reads   MODEL, a Hugging Face folder.  Its nanovideor1.json, which merge.py writes, holds the media and prompt
-        settings of training: they are the defaults here, so that evaluation repeats training's validation.
-        Records as in training; the same functions make prompts, frames and scores.
-Writes  OUT/settings.json  what answers depend on (settings, model files): a folder never mixes two of these
-        OUT/samples.jsonl  {"data", "key", "problem", "answer", "response", "accuracy", "status", ...}
-        OUT/result.json    accuracy over all, per problem_type and per data_source, counts, seconds
-A clip that cannot be used scores 0 with status "failed": the denominator is the number of records.  After an
-interruption the same command goes on: samples already answered are found by their key.
+Reads   configs/benchmarks.yaml: where benchmarks lie, how they are asked, scored; --dataset-config adds some.
+        MODEL/nanovideor1.json, written by merge.py: settings of training.  Record files are asked with all of
+        them, which repeats training's validation, benchmarks with its prompt.
+Writes  results/MODEL/NAME_f256_fps2.0_mp256k_tp32768k/ (--out: elsewhere; with one data set that very folder)
+        settings.json  what answers depend on: a folder never mixes two of these
+        samples.jsonl  one line per record: its fields, response, accuracy, status; with --n also `samples`
+        result.json    scores with 95 % intervals clustered by clip, breakdowns, counts, speed
+A record that cannot be answered scores 0, status "failed": the denominator is the number of records.  Killed
+at any time, the same command goes on; answers are known by record, prompt, media, settings and model.
 """
 
-import argparse, hashlib, json, os, sys, time
-from collections import Counter
+import argparse, base64, contextlib, difflib, hashlib, io, json, math, os, random, re, sys, tempfile, time
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from tqdm import tqdm
 
 import rewards
 import rollout
@@ -26,189 +36,729 @@ MEDIA = dict(fps=2.0, min_frames=4, max_frames=128, min_pixels=0, max_pixels=262
              image_max_pixels=1048576, timestamps="segment")
 SETTINGS = dict(MEDIA, prompts="", prompt_form="reason", system_prompt="", max_prompt_length=16384,
                 max_tokens=2048)
-KEPT = "data key where data_source problem_type problem options answer videos images".split()
+ASKED = ("prompts", "prompt_form", "system_prompt", "timestamps")  # of training's settings, for benchmarks
+PLAIN = dict(metrics={"accuracy": ["accuracy"]}, by=["problem_type"])  # of benchmarks that say nothing else
+CHOICES = {"prompt_form": ("reason", "direct"), "timestamps": ("segment", "source")}
+CONFIGS = Path(__file__).with_name("configs")
+
+# ---------------------------------------------------------------------------------------- metrics
+# A metric makes [(value 0..1, row)] of rows; a row is one answer, with --n several of them a record.
+
+def accuracy(rows):
+    return [(row["accuracy"], row) for row in rows]
+
+def recall(rows, at):
+    """R1@at: share of answers with an IoU of at least `at`; an answer that cannot be read is a miss."""
+    return [(float(row["accuracy"] >= at), row) for row in rows]
+
+def grouped(rows, field):
+    groups = defaultdict(list)  # of several answers to each record, the i-th ones make a group
+    for row in rows:
+        groups[row.get(field), row.get("draw")].append(row)
+    return groups.values()
+
+def all_right(rows, field):
+    """VideoMathQA's MBin: a group counts if every answer in it is right."""
+    return [(float(all(row["accuracy"] >= 1 for row in group)), group[0]) for group in grouped(rows, field)]
+
+LADDERS = {"[1,2,3,4]": (0, 1 / 16, 4 / 16, 9 / 16, 1), "[1,[2,3],4]": (0, 1 / 12, 1 / 3, 7 / 12, 1),
+           "[[1,2],3,4]": (0, 0.1, 0.2, 0.5, 1)}
+
+def grouped_score(rows):
+    """Video-MME-v2: the four questions of a video score together.  relevance: (share right)^2; logic: by the
+    number right up to the first step of group_structure that is not wholly right."""
+    def value(group):
+        right = [row["accuracy"] >= 1 for row in sorted(group, key=lambda row: row["question_id"])]
+        if group[0]["group_type"] != "logic":
+            return (sum(right) / len(right)) ** 2
+        structure, passed = str(group[0].get("group_structure") or "[1,2,3,4]").replace(" ", ""), 0
+        for step in json.loads(structure):
+            step = [right[i - 1] for i in (step if isinstance(step, list) else [step])]
+            passed += sum(step)
+            if not all(step):
+                break
+        return LADDERS[structure][passed]
+    return [(value(group), group[0]) for group in grouped(rows, "video_id")]
+
+def knowledge_gain(rows):
+    """Video-MMMU: (after - before) / (1 - before): the Adaptation track with the lecture and without it."""
+    before, after = ([row["accuracy"] for row in rows if row.get("track") == track]
+                     for track in ("question_only", "Adaptation"))
+    return float((np.mean(after) - np.mean(before)) / (1 - np.mean(before))) if before and after else None
+
+def said_and_gold(row, reader, *scale):
+    """(what the answer says, None if it cannot be read; the gold), by a reader of rewards.py"""
+    gold = reader(rewards.gold_text(row), row)[0]
+    with contextlib.suppress(rewards.NoAnswer):
+        return reader(rewards.unbox(rewards.answer_region(row["response"] or "")[0]), row, *scale)[0], gold
+    return None, gold
+
+def close_count(rows):
+    """Molmo2-VideoCountEval: within 1 + floor(gold / 20) of the gold."""
+    pairs = [said_and_gold(row, rewards.read_number) for row in rows]
+    return [(float(said is not None and abs(said[0] - gold[0]) <= 1 + gold[0] // 20), row)
+            for (said, gold), row in zip(pairs, rows)]
+
+def tube(rows, part, at=None):
+    """LLaVA-ST: IoU of the times (tIoU), mean IoU of boxes over the seconds that both have (sIoU), over those
+    that either has (stIoU).  Golds without a box are in tIoU alone.  at: share of answers that reach it."""
+    values = []
+    for row in rows:
+        scale = rewards.box_scale(row, rewards.RewardSettings())
+        said, gold = said_and_gold(row, rewards.read_marks, scale)
+        a, b, value = said["boxes"] if said else {}, gold["boxes"], 0.0
+        if part == "tIoU" and said:
+            value = rewards.span_iou(said, gold)
+        elif part != "tIoU":
+            both = [rewards.box_iou(a[s], b[s]) for s in a.keys() & b.keys()]
+            value = sum(both) / max(1, len(both) if part == "sIoU" else len(a.keys() | b.keys()))
+        if b or part == "tIoU":
+            values.append((value if at is None else float(value >= at), row))
+    return values
+
+def official(rows, patterns):
+    """An official scorer that is looser than rewards.py: right if the pattern is found behind the thoughts.
+    patterns: one, or {problem type or "*": one}, with {gold}, its {initial}, its digits {spread} in text."""
+    def value(row):
+        gold, text = rewards.gold_text(row), str(row["response"] or "").rpartition("</think>")[2].strip()
+        choice = patterns if isinstance(patterns, dict) else {"*": patterns}
+        pattern = choice.get(row["problem_type"], choice["*"])
+        for name, part in dict(gold=re.escape(gold), initial=gold[:1], spread=r"\D*".join(gold)).items():
+            pattern = pattern.replace("{%s}" % name, part)
+        return float(bool(re.search(pattern, text)))
+    return [(value(row), row) for row in rows]
+
+METRICS = {f.__name__: f for f in (accuracy, recall, all_right, grouped_score, knowledge_gain, close_count,
+                                   tube, official)}
+
+def units_of(rows, spec):
+    """[(value, path, clip)] of a metric as benchmarks.yaml names it: [function, arguments, {options}].
+    where: {field: value} chooses rows; over: the path, fields whose values weigh alike, one in another."""
+    name, *args = spec
+    options = args.pop() if name != "official" and args and isinstance(args[-1], dict) else {}
+    fits = lambda given, wanted: given == wanted or wanted == "*" and given is not None
+    rows = [r for r in rows if all(fits(r.get(f), v) for f, v in options.get("where", {}).items())]
+    pairs, over = METRICS[name](rows, *args), options.get("over", ())
+    return pairs if name == "knowledge_gain" else [
+        (float(value), tuple(str(row.get(f)) for f in over), row["clip"]) for value, row in pairs]
+
+def spread(units):
+    """(score, by clip the sums of weight x (value - mean of its branch)).  The weights of units, [(value,
+    path, clip)], sum to 1: equal for the branches at each step of the path, then for a branch's units."""
+    children, sizes = defaultdict(set), Counter(path for _, path, _ in units)
+    for path in sizes:
+        for depth, branch in enumerate(path):
+            children[path[:depth]].add(branch)
+    share = {path: 1 / n / math.prod(len(children[path[:d]]) for d in range(len(path)))
+             for path, n in sizes.items()}
+    mean, sums = Counter(), Counter()
+    for value, path, _ in units:
+        mean[path] += value / sizes[path]
+    for value, path, clip in units:
+        sums[clip] += share[path] * (value - mean[path])
+    return sum(share[path] * value for value, path, _ in units), np.array(list(sums.values()))
+
+def measure(units, low=0.0):
+    """{"score", "interval": [low, high] of 95 % or None, "n": units, "clips"}; None without units.
+
+    Questions about one clip are no independent draws: the variance is the sum over C clips of their squared
+    sums in spread(), times C / (C - 1): of a plain mean the clustered standard error.  None where all clips
+    are alike."""
+    if not units or isinstance(units, float):
+        return dict(score=units, interval=None) if units else None
+    score, sums = spread(units)
+    n = len(sums)
+    half = 1.96 * math.sqrt((sums ** 2).sum() * n / max(1, n - 1))
+    return dict(score=score, n=len(units), clips=n,
+                interval=[max(low, score - half), min(1.0, score + half)] if half > 1e-9 else None)
+
+def best_of(scores, k):
+    """Expected best of k of the scores; of right and wrong, the unbiased pass@k (arXiv 2107.03374, eq. 1)."""
+    ranked = enumerate(sorted(scores))
+    return sum(x * math.comb(i, k - 1) for i, x in ranked) / math.comb(len(scores), k)
+
+def majority(samples):
+    """Score of what most answers say, the earliest of equals; answers that cannot be read have no vote."""
+    votes = Counter(s["prediction"] for s in samples if s.get("prediction") is not None).most_common(1)
+    return next(s["accuracy"] for s in samples if s.get("prediction") == votes[0][0]) if votes else 0.0
+
+def counts(rows):
+    """Records expected, scored and failed; of their answers, those unreadable and those cut at max_tokens."""
+    failed, answers = sum(row["status"] == "failed" for row in rows), draws(rows)
+    cut = sum(row["status"] == "truncated" or row.get("finish_reason") == "length" for row in answers)
+    return dict(n_expected=len(rows), n_scored=len(rows) - failed, n_failed=failed, n_truncated=cut,
+                n_invalid=sum(row["status"] == "invalid" for row in answers))
+
+def draws(rows):
+    """One row for each answer."""
+    return [row | sample | {"draw": i} for row in rows for i, sample in enumerate(row.get("samples") or [{}])]
+
+def parts_of(rows, field):
+    """{value of the field: its rows}; a row with a list of values is in each of their parts."""
+    parts = defaultdict(list)
+    for row in rows:
+        for value in row[field] if isinstance(row.get(field), list) else [row.get(field)]:
+            parts[str(value)].append(row)
+    return {} if set(parts) == {"None"} else dict(sorted(parts.items()))
+
+def summarize(rows, bench):
+    """Scores, breakdowns and counts of the rows of a data set."""
+    answers, n = draws(rows), max(len(row.get("samples", [0])) for row in rows)
+    specs = bench["metrics"] | ({"official": ["official", bench["official"]]} if "official" in bench else {})
+    metrics = {name: measure(units_of(answers, spec)) for name, spec in specs.items()}
+    if n > 1:
+        of = lambda value: measure([(value(r.get("samples", [r] * n)), (), r["clip"]) for r in rows])
+        for k in (2 ** i for i in range(n.bit_length())):
+            metrics[f"pass@{k}"] = of(lambda samples: best_of([s["accuracy"] for s in samples], k))
+        metrics["majority"] = of(majority)
+    metrics = {name: measured for name, measured in metrics.items() if measured}
+    by = {field: {value: measure(units_of(part, ["accuracy"])) | counts(part)
+                  for value, part in parts_of(answers, field).items()} for field in bench["by"]}
+    name, mean = next(iter(metrics)), measure(units_of(answers, ["accuracy"]))["score"]
+    return dict(metrics[name], metric=name, accuracy=mean, metrics=metrics, by=by, **counts(rows),
+                output_tokens=sum(row.get("response_tokens", 0) for row in answers))
+
+def percent(x):
+    return "" if x is None else f"{100 * x:.1f}"
+
+def print_result(results):
+    columns = ("expected", "scored", "failed", "invalid", "truncated")
+    print(f"{'':42}{'score':>8}  {'95 % interval':14}", *(f"{c:>{len(c) + 1}}" for c in columns))
+    for result in results:
+        lines = [(f"{result['data']}: {name}", m, {} if i else result)
+                 for i, (name, m) in enumerate(result["metrics"].items())]
+        lines += [(f"  {field}: {value}", part, part)
+                  for field, parts in result["by"].items() for value, part in parts.items()]
+        for name, m, of in lines:
+            interval = " .. ".join(map(percent, m["interval"] or []))
+            print(f"{name[:41]:42}{percent(m['score']):>8}  {interval:14}",
+                  *(f"{of.get('n_' + c, ''):>{len(c) + 1}}" for c in columns))
 
 # ---------------------------------------------------------------------------------------- what to do
 
-def resolve_settings(model, given):
-    """SETTINGS, over them MODEL/nanovideor1.json, over that the command line (None: not given)."""
+def resolve_settings(model, given, bench=None, preset=None):
+    """SETTINGS, over them MODEL/nanovideor1.json, the benchmark and the preset, over those the command line
+    (None: not given).  bench: the benchmark's entry, None for a record file; preset: some settings."""
     file = Path(model, "nanovideor1.json")
     try:
         trained = json.loads(file.read_text()) if file.is_file() else {}
     except ValueError as error:
         raise video_io.DataError(f"{file}: no valid JSON ({error}); merge again or delete it") from None
     length = trained.get("val_max_response_length") or trained.get("max_response_length")
-    trained["max_tokens"] = length or SETTINGS["max_tokens"]
-    pick = lambda name: given[name] if given[name] is not None else trained.get(name, SETTINGS[name])
-    return {name: pick(name) for name in SETTINGS}
+    trained |= {"max_tokens": length} if length else {}
+    form = {} if bench is None else {"prompt_form": bench.get("prompt_form", "direct")}
+    trained = {name: trained[name] for name in (SETTINGS if bench is None else ASKED) if name in trained}
+    given = {name: given[name] for name in SETTINGS if given.get(name) is not None}
+    return SETTINGS | form | trained | (preset or {}) | given
 
-def model_fingerprint(model):
-    """{file: hash or size and time} of what decides on answers: another model never resumes a folder."""
+def fingerprint(model):
+    """{file: hash} of what decides on answers, so that another model never resumes a folder.  Of big files
+    some 4,096 bytes spread over them: no training step leaves all of those as they were."""
     prints = {}
     for file in sorted(Path(model).iterdir()):
-        if file.suffix in (".json", ".jinja") and file.name != "nanovideor1.json":
-            prints[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        if file.suffix == ".safetensors":
-            prints[file.name] = f"{file.stat().st_size} bytes, {file.stat().st_mtime_ns}"
+        if file.suffix in (".json", ".jinja", ".safetensors") and file.name != "nanovideor1.json":
+            content = np.memmap(file, np.uint8, "r")
+            some = content[::len(content) // 4096 + 1 if len(content) > 1 << 20 else 1]
+            prints[file.name] = hashlib.sha256(b"%d " % len(content) + some.tobytes()).hexdigest()[:16]
     return prints
 
-def load_data(files, data_root, prompts):
-    """Records of all files, each with its file as `data`; DataError lists what cannot be scored."""
-    records, problems = [], []
-    for file in dict.fromkeys(files):
-        records += [dict(r, data=file) for r in video_io.load_records(file, data_root, prompts)]
+def load_benchmarks(extra=None):
+    """configs/benchmarks.yaml with a user's entries over it."""
+    import yaml
+
+    book = yaml.safe_load((CONFIGS / "benchmarks.yaml").read_text())
+    try:
+        own = yaml.safe_load(Path(extra).read_text()) if extra else {}
+        for name, entry in own.get("benchmarks", own).items():
+            book["benchmarks"][name] = book["benchmarks"].get(name, {}) | entry
+            if unknown := {spec[0] for spec in entry.get("metrics", {}).values()} - set(METRICS):
+                raise ValueError(f"{name}: no metric {', '.join(unknown)}; there are {', '.join(METRICS)}")
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise video_io.DataError(f"{extra}: expected NAME: {{json: FILE, video: FOLDER}}: {reason}") from None
+    book["benchmarks"] = {name: PLAIN | entry for name, entry in book["benchmarks"].items()}
+    return book
+
+def with_fields(file, name, fields, folder):
+    """A copy of the file, in it the fields that the benchmark's own layout lacks, made from its own ones."""
+    copy = Path(folder, f"{name}.jsonl")
+    with open(copy, "w") as out:
+        for row in (row for _, row in video_io.read_rows(file)):
+            own = {f: row.get(text[1:-1]) if re.fullmatch(r"{\w+}", text) else text.format_map(row)
+                   for f, text in fields.items()}
+            lines = {"options": row["options"].split("\n")} if isinstance(row.get("options"), str) else {}
+            out.write(json.dumps(own | row | lines, default=str) + "\n")
+    return copy
+
+def oddities(row):
+    """What is wrong with a published row; video_io.py and rewards.py read all of these."""
+    options = row.get("options") if isinstance(row.get("options"), list) else []
+    marks = [(re.match(r"\(?([A-Z])[.:)]", str(option).strip()) or ["", ""])[1] for option in options]
+    found = {"answer tags lost": re.search("<think>(?!.*<answer>)", str(row.get("solution")), re.S),
+             "options without letters": "" in marks, "letters out of order": marks != sorted(set(marks)),
+             "options alike": len({str(option)[2:].strip() for option in options}) < len(options)}
+    return [name for name, odd in found.items() if odd]
+
+def load_task(name, bench, args, prompts, problems):
+    """(records, {oddity: count}) of a benchmark or file; what is missing or unreadable goes to `problems`."""
+    file, root = bench.get("file"), args.data_root
+    if not file:
+        root = Path(root or ".")
+        files = [root / f for f in (bench["json"] if isinstance(bench["json"], list) else [bench["json"]])]
+        file, root = next((f for f in files if f.exists()), files[0]), root / bench.get("video", "")
+    with tempfile.TemporaryDirectory() as folder:
+        if bench.get("fields"):
+            file = with_fields(file, name, bench["fields"], folder)
+        records, faults, sources = video_io.read_records(file, root, prompts)
+    if not sources:
+        raise video_io.DataError(f"{file}: holds no records")
+    gone = Counter(fault.split(": no file ")[1].split(";")[0] for fault in faults if ": no file " in fault)
+    problems += [f"{name}: no media file {path} ({n} records)" for path, n in gone.items()]
+    problems += [fault for fault in faults if ": no file " not in fault]
+    sizes, items = {}, {r["key"]: video_io.media_items(r)[0] for r in records if bench.get("box_space")}
+    if items:  # boxes in pixels mean nothing without the clip's size
+        with contextlib.closing(video_io.MediaLoader(video_io.MediaSpec(), args.decode_workers)) as loader:
+            sizes = loader.ask_all("probe", items.values(), "reading sizes")
     for record in records:
+        files = "|".join(map(str, record["videos"] + record["images"]))
+        record |= dict(data=name, clip=files or record["key"])
+        size = sizes.get(json.dumps(items.get(record["key"])))
+        if isinstance(size, dict):
+            record |= dict(box_space=bench["box_space"], width=size["width"], height=size["height"])
+        for field, rules in bench.get("derive", {}).items():
+            for source, pattern, *label in rules[::-1]:
+                if found := re.search(pattern, str(record.get(source) or "")):
+                    record[field] = label[0] if label else found[0]
         try:
             rewards.check_record(record)
         except ValueError as error:
             problems.append(str(error))
-    if problems:
-        more = [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
-        raise video_io.DataError("\n".join(problems[:20] + more))
-    return records
+    return records[:args.limit], dict(Counter(odd for row in sources.values() for odd in oddities(row)))
 
-def write_json(path, value):
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False))
-    os.replace(temporary, path)
+def load_tasks(args, model="", config=None):
+    """([data set: name, bench, settings, spec, prompts, records, odd], what is wrong with all of them)."""
+    book, tasks, problems = load_benchmarks(args.dataset_config), [], []
+    given = vars(args) | ({"prompt_form": "reason"} if args.think else {})
+    for name in dict.fromkeys(args.data):
+        bench, preset = book["benchmarks"].get(name), args.preset
+        if bench is None and not Path(name).suffix:
+            near = difflib.get_close_matches(name, book["benchmarks"], 3) or list(book["benchmarks"])
+            raise video_io.DataError(f"--data {name}: no file or benchmark; nearest: {', '.join(near)}")
+        over = book["presets"].get(preset or "easyvideor1" if bench else preset, {})
+        if bench:
+            over |= bench.get("settings", {}) | bench.get(preset or "easyvideor1", {})
+        settings = resolve_settings(model, given, bench, over)
+        if bench is None:
+            bench, name = PLAIN | dict(file=name, by=["problem_type", "data_source"]), Path(name).stem
+        if name in {task.name for task in tasks}:
+            raise video_io.DataError(f"--data: two data sets are called {name}; run them apart")
+        prompts = video_io.load_prompts(settings["prompts"] or None)
+        media = {field: settings[field] or None for field in MEDIA}
+        spec = video_io.media_spec(config, **media) if config else video_io.MediaSpec(**media)
+        try:
+            records, odd = load_task(name, bench, args, prompts, problems)
+            tasks.append(SimpleNamespace(name=name, bench=bench, settings=settings, spec=spec,
+                                         prompts=prompts, records=records, odd=odd))
+        except video_io.DataError as error:
+            problems.append(f"{name}: {error}")
+    return tasks, problems
 
-def open_folder(out, settings):
-    """The rows that an earlier, interrupted run left; DataError if they belong to other settings."""
-    out.mkdir(parents=True, exist_ok=True)
-    stored, samples = out / "settings.json", out / "samples.jsonl"
-    if stored.is_file():
-        before = json.loads(stored.read_text())
-        if before != settings:
-            other = ", ".join(sorted(key for key in settings if before.get(key) != settings[key]))
-            raise video_io.DataError(f"{out}: holds answers with other {other}; choose another --out")
-    else:
-        write_json(stored, settings)
-    rows, whole = [], 0
-    for line in samples.read_bytes().splitlines(keepends=True) if samples.exists() else []:
-        if not line.endswith(b"\n"):  # killed while writing: that sample is answered again
-            os.truncate(samples, whole)
-            break
-        whole += len(line)
-        rows.append(json.loads(line))
+def name_contents(task, identity):
+    """Give each record `content`, a hash of all that its answer depends on."""
+    media = {}
+    for record in task.records:
+        items = [json.dumps(item) for item in video_io.media_items(record)]
+        for item in set(items) - set(media):
+            try:
+                media[item] = video_io.item_key(json.loads(item), task.spec)
+            except video_io.MediaError as error:
+                media[item] = str(error)
+        messages = video_io.build_messages(record, task.prompts, task.settings["prompt_form"])
+        parts = [identity, record["key"], messages, [media[item] for item in items]]
+        record["content"] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+def open_folder(task, out, identity):
+    """Settle the task's folder and find what is answered there.  DataError if it holds other settings."""
+    name_contents(task, identity)
+    stored = out / "settings.json"
+    before = json.loads(stored.read_text()) if stored.is_file() else identity
+    if other := sorted(name for name in identity if before.get(name) != identity[name]):
+        raise video_io.DataError(f"{out}: holds answers with other {', '.join(other)}; choose another --out")
+    rollout.write_text(stored, json.dumps(identity, indent=1))
+    task.folder, task.rows = out, stored_rows(out)
+    n = sum(record["content"] in task.rows for record in task.records)
+    print(f"{out}: {n} of {len(task.records)} samples are answered already", flush=True)
+
+def stored_rows(folder):
+    """{content: row} of what all processes have written; a last line that a kill cut short is none."""
+    rows = {}
+    for file in [folder / "samples.jsonl", *sorted(folder.glob("samples.rank*.jsonl"))]:
+        with contextlib.suppress(FileNotFoundError):  # another process may be merging
+            rows |= {row["content"]: row for row in map(json.loads, file.read_bytes().split(b"\n")[:-1])}
     return rows
 
 # ---------------------------------------------------------------------------------------- answers
 
-def answer_batch(waiting, prompter, engine, scorer, max_tokens):
-    """One row per record of waiting, [(record, Future of Media)]."""
-    groups, failed = prompter.groups(waiting)
-    engine.generate(groups, 1, max_tokens=max_tokens, temperature=0.0)
-    scores = scorer.score_many([g.record for g in groups], [g.responses[0].text for g in groups])
-    rows = [dict(response=g.responses[0].text, prompt_tokens=len(g.prompt_ids),
-                 response_tokens=len(g.responses[0].ids), finish_reason=g.responses[0].finish_reason, **score)
-            for g, score in zip(groups, scores)]
-    rows += [dict(response=None, accuracy=0.0, format=0.0, overall=0.0, status="failed", reason=reason)
-             for _, reason in failed]
-    records = [g.record for g in groups] + [record for record, _ in failed]
-    return [{name: record.get(name) for name in KEPT} | row for record, row in zip(records, rows)]
+class Engine(rollout.Engine):
+    """Counts the seconds in which it has something to compute; the rest of the time it is idle."""
 
-def answer_all(records, out, loader, batch, **tools):
-    """Append a row per record to OUT/samples.jsonl and yield it, while the next batch's clips are decoded."""
-    batches = [records[i:i + batch] for i in range(0, len(records), batch)]
-    submit = lambda i: [(r, loader.submit(r)) for r in batches[i]] if i < len(batches) else []
-    waiting = submit(0)
-    with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
-        for i in range(len(batches)):
-            ahead = submit(i + 1)
-            rows = answer_batch(waiting, **tools)
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    busy = 0.0
+
+    def step(self):
+        started, had = time.monotonic(), bool(self.requests)
+        finished = super().step()
+        self.busy += (time.monotonic() - started) * bool(had or self.requests)
+        return finished
+
+def row_of(group, scores):
+    """The line of an answered or failed group; scores: iterator of rewards.score, one of each response."""
+    row = {name: value for name, value in group.record.items() if name not in (
+        "offline_output", "has_offline_trajectory", "preprocessed_video", "steps", "process", "tests")}
+    samples = [next(scores) | dict(response=r.text, response_tokens=len(r.ids), finish_reason=r.finish_reason)
+               for r in group.responses]
+    if not samples:
+        return row | dict(response=None, accuracy=0.0, format=0.0, overall=0.0, status="failed",
+                          reason=group.error)
+    several = dict(samples=samples, accuracy=sum(s["accuracy"] for s in samples) / len(samples))
+    return row | dict(samples[0], prompt_tokens=len(group.prompt_ids)) | (several if samples[1:] else {})
+
+def answer_all(todo, engine, prompters, loaders, scorer, sampling, queue_bytes, files):
+    """Answer [(task, record)].  Rows are scored and written, fsynced in batches, while the engine goes on."""
+    def waiting():
+        last = None, None
+        for task, record in todo:
+            clip = task.spec, json.dumps(video_io.media_items(record))
+            if clip != last[0]:  # questions about one clip stand together: it is decoded once
+                last = clip, loaders[task.spec].submit(record)
+            seed = hashlib.sha256(f"{sampling['seed']} {record['content']}".encode()).hexdigest()[:7]
+            yield record, last[1], int(seed, 16)
+
+    def write(groups):
+        scores = iter(scorer.score_many([g.record for g in groups for _ in g.responses],
+                                        [r.text for g in groups for r in g.responses]))
+        for g in groups:
+            line = json.dumps(row_of(g, scores), ensure_ascii=False, default=str)
+            files[g.record["data"]].write(line.encode() + b"\n")
+        for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-            yield from rows
-            waiting = ahead
 
-def summary(rows):
-    """{"all": ..., "problem_type": {name: ...}, "data_source": {...}} of accuracy and counts."""
-    def measure(rows):
-        status = Counter(row["status"] for row in rows)
-        return dict(accuracy=sum(row["accuracy"] for row in rows) / len(rows), n=len(rows),
-                    **{name: status[name] for name in ("invalid", "truncated", "failed")})
+    prompter = SimpleNamespace(group=lambda record, future: prompters[record["data"]].group(record, future))
+    options = {name: sampling[name] for name in ("max_tokens", "temperature", "top_p", "top_k")}
+    answers = rollout.answers(engine, prompter, waiting(), sampling["n"], queue_bytes=queue_bytes, **options)
+    with ThreadPoolExecutor(1) as pool:
+        batch, writing = [], pool.submit(write, [])
+        for group in tqdm(answers, total=len(todo), unit="sample"):
+            group.media = None
+            batch.append(group)
+            if writing.done():
+                writing.result()
+                batch, writing = [], pool.submit(write, batch)
+        writing.result()
+        write(batch)
 
-    def by(field):
-        names = sorted({row[field] for row in rows})
-        return {name: measure([row for row in rows if row[field] == name]) for name in names}
-
-    return dict(all=measure(rows), problem_type=by("problem_type"), data_source=by("data_source"))
-
-def print_result(result):
-    print(f"{'':32}{'accuracy':>9}{'n':>7}{'invalid':>9}{'truncated':>11}{'failed':>8}")
-    for names in ({"all": result["all"]}, result["problem_type"], result["data_source"]):
-        for name, measured in names.items():
-            print("{:32}{accuracy:9.3f}{n:7}{invalid:9}{truncated:11}{failed:8}".format(name, **measured))
-        print()
-    print("n_ok {n_ok} + n_failed {n_failed} = n_total {n_total}, {seconds} s".format(**result))
+def launched():
+    """(rank, processes).  Each of a launcher's processes works for itself: its vLLM must see one GPU and no
+    launcher."""
+    rank, world, local = (int(os.environ.pop(name, default)) for name, default in (
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if world > 1:
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(local + 1)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local]
+    return rank, world
 
 def run(args):
     import torch
     from transformers import AutoConfig
 
-    args.model = rollout.model_folder(args.model)
-    started, model = time.monotonic(), Path(args.model)
-    processor = video_io.load_processor(args.model)
-    settings = resolve_settings(model, vars(args))
-    prompts = video_io.load_prompts(settings["prompts"] or None)
-    records = load_data(args.data, args.data_root, prompts)[:args.limit]
-    config = AutoConfig.from_pretrained(model)
-    spec = video_io.media_spec(config, **{name: settings[name] or None for name in MEDIA})
-    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32"
-    identity = dict(settings=settings, dtype=dtype, model_files=model_fingerprint(model),
-                    prompts=hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16])
-    out = Path(args.out or f"results/{model.resolve().name}-{Path(args.data[0]).stem}")
+    (rank, world), model = launched(), rollout.model_folder(args.model)
+    processor, config = video_io.load_processor(model), AutoConfig.from_pretrained(model)
+    tasks, problems = load_tasks(args, model, config)
+    temperature = float(args.n > 1) if args.temperature is None else args.temperature
+    if args.n > 1 and not temperature:
+        problems.append("--n: greedy answers are all alike; give a --temperature above 0")
+    if problems:
+        raise video_io.DataError("\n".join(problems))
+    sampling = dict(n=args.n, temperature=temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed)
+    dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+    common = dict(sampling=sampling, dtype=dtype, model_files=fingerprint(model))
+    cache = args.cache_dir or ("frame_cache" if args.mode in ("cache", "eval", "both") else None)
+    with contextlib.ExitStack() as stack:
+        use = lambda resource: stack.enter_context(contextlib.closing(resource))
+        loaders = {spec: use(video_io.MediaLoader(
+            spec, args.decode_workers, cache_dir=cache, cache_mode="prefer_cache" if args.mode != "eval" else
+            "cache_only")) for spec in {task.spec for task in tasks}}
+        for task in tasks if args.mode in ("cache", "both") and rank == 0 else []:
+            items = [item for record in task.records for item in video_io.media_items(record)]
+            done = loaders[task.spec].ask_all("load", items, f"caching {task.name}", cache).values()
+            print(*[error for error in done if not isinstance(error, dict)], sep="\n")
+        if args.mode == "cache":
+            return
+        for task in tasks:
+            out = Path(args.out or f"results/{Path(model).resolve().name}")
+            out = out if args.out and len(tasks) == 1 else out / folder_name(task, sampling)
+            open_folder(task, out, dict(settings=task.settings, prompts=task.prompts, **common))
+        clips = dict.fromkeys(record["clip"] for task in tasks for record in task.records)
+        number = {clip: i for i, clip in enumerate(clips)}
+        todo = [(t, r) for t in tasks for r in sorted(t.records, key=lambda r: number[r["clip"]])
+                if r["content"] not in t.rows and number[r["clip"]] % world == rank]
+        speed = {}
+        if todo:
+            longest = max(t.settings["max_prompt_length"] + t.settings["max_tokens"] for t in tasks)
+            longest = min(longest, config.get_text_config().max_position_embeddings)
+            prompters = {t.name: rollout.Prompter(
+                processor, config, t.prompts, t.settings["prompt_form"], t.settings["system_prompt"] or None,
+                t.settings["max_prompt_length"]) for t in tasks}
+            mine = f"samples.rank{rank}.jsonl" if world > 1 else "samples.jsonl"
+            files = {t.name: use(open(t.folder / mine, "ab")) for t in tasks}
+            for file in files.values():  # a line that a kill cut short is answered again
+                file.truncate(Path(file.name).read_bytes().rfind(b"\n") + 1)
+            for task, record in todo[:args.decode_workers]:
+                loaders[task.spec].submit(record)  # workers start while the engine does
+            scorer = use(rewards.Scorer(rewards.RewardSettings(), args.reward_workers))
+            engine = use(Engine(model, dtype=dtype, max_model_len=longest, memory_share=args.engine_memory,
+                                banned=video_io.vision_token_ids(config), seed=args.seed))
+            started = time.monotonic()
+            for length in dict.fromkeys(t.settings["max_tokens"] for t, _ in todo):
+                part = [(t, r) for t, r in todo if t.settings["max_tokens"] == length]
+                answer_all(part, engine, prompters, loaders, scorer, sampling | {"max_tokens": length},
+                           args.queue_bytes, files)
+            seconds = time.monotonic() - started
+            speed = dict(seconds=seconds, samples=len(todo), idle=1 - engine.busy / seconds, processes=world)
+    if rank == 0:
+        finish(tasks, model, {r["content"] for _, r in todo}, speed, world)
 
-    wanted = {(r["data"], r["key"]) for r in records}
-    rows = [row for row in open_folder(out, identity) if (row["data"], row["key"]) in wanted]
-    done = {(row["data"], row["key"]) for row in rows}
-    todo = [r for r in records if (r["data"], r["key"]) not in done]
-    print(f"{out}: {len(rows)} of {len(records)} samples are answered already")
-    if todo:
-        loader = video_io.MediaLoader(spec, args.decode_workers, cache_dir=args.cache_dir)
-        scorer = rewards.Scorer(rewards.RewardSettings(), args.reward_workers)
-        prompter = rollout.Prompter(processor, config, prompts, settings["prompt_form"],
-                                    settings["system_prompt"] or None, settings["max_prompt_length"])
-        engine = rollout.Engine(
-            args.model, dtype=dtype, max_model_len=settings["max_prompt_length"] + settings["max_tokens"],
-            banned=video_io.vision_token_ids(config), memory_share=args.engine_memory)
-        try:
-            rows += answer_all(todo, out, loader, args.batch, engine=engine, prompter=prompter, scorer=scorer,
-                               max_tokens=settings["max_tokens"])
-        finally:
-            loader.close()
-            scorer.close()
-            engine.close()
+def folder_name(task, sampling):
+    """lvbench_f256_fps2.0_mp256k_tp32768k, and in what the answers are unlike direct, greedy ones."""
+    spec = task.spec
+    pixels, total = spec.max_pixels or 768 * spec.token, spec.total_pixels or 115200 * spec.token
+    return (f"{task.name}_f{spec.max_frames}_fps{spec.fps}_mp{pixels // 1024}k_tp{total // 1024}k"
+            + "_think" * (task.settings["prompt_form"] == "reason")
+            + (f"_t{sampling['temperature']:g}_n{sampling['n']}" if sampling["temperature"] else ""))
 
-    n_failed = sum(row["status"] == "failed" for row in rows)
-    result = dict(summary(rows), n_total=len(records), n_ok=len(rows) - n_failed, n_failed=n_failed,
-                  seconds=round(time.monotonic() - started, 1), model=args.model, data=args.data, **identity)
-    assert result["n_ok"] + n_failed == result["n_total"], f"{len(rows)} of {len(records)} records came back"
-    write_json(out / "result.json", result)
-    print_result(result)
-    print(f"answers and scores: {out}/samples.jsonl, {out}/result.json")
+def finish(tasks, model, mine, speed, world):
+    """Merge what all processes wrote, in the order of the records; score, print, write result.json.
+    mine: content of the samples that this process answered; speed: how fast it did."""
+    for task in tasks:
+        task.rows = stored_rows(task.folder)
+        while world > 1 and any(record["content"] not in task.rows for record in task.records):
+            time.sleep(0.5)  # other processes are still at it; if one fails, the launcher ends all
+            task.rows = stored_rows(task.folder)
+        keys = {record["key"] for record in task.records}
+        rest = [row for row in task.rows.values() if row["key"] not in keys]  # answered without this --limit
+        task.rows = [task.rows[record["content"]] for record in task.records]
+        rollout.write_jsonl(task.folder / "samples.jsonl", task.rows + rest)
+        for part in task.folder.glob("samples.rank*.jsonl"):
+            part.unlink()
+    if speed:
+        answers = draws([row for task in tasks for row in task.rows if row["content"] in mine])
+        tokens = sum(row.get("response_tokens", 0) for row in answers)
+        speed |= dict(answers=len(answers), output_tokens=tokens, tokens_per_s=tokens / speed["seconds"])
+    results = []
+    for task in tasks:
+        file, identity = task.folder / "result.json", json.loads((task.folder / "settings.json").read_text())
+        before = json.loads(file.read_text()).get("speed", {}) if file.exists() else {}
+        results.append(dict(
+            data=task.name, model=model, **summarize(task.rows, task.bench), odd_records=task.odd,
+            speed=speed or before, benchmark=task.bench, **identity))
+        rollout.write_text(file, json.dumps(results[-1], indent=1, ensure_ascii=False))
+    print_result(results)
+    for task, result in zip(tasks, results):
+        assert result["n_scored"] + result["n_failed"] == result["n_expected"] == len(task.records)
+        print(f"{task.folder}: n_ok {result['n_scored']} + n_failed {result['n_failed']} = n_total "
+              f"{result['n_expected']}", *(f"{n} {odd}" for odd, n in task.odd.items()), sep="; ")
+    if speed:
+        print("process 0 of {processes}: {answers} answers, {output_tokens} tokens in {seconds:.1f} s, "
+              "{tokens_per_s:.1f} tokens/s, engine idle {idle:.0%}".format(**speed))
+
+# ---------------------------------------------------------------------------------------- compare
+
+def results_in(path):
+    """{data set: (result, rows of its records)} of a folder of evaluate.py, or of the folders in it."""
+    found = {}
+    for file in sorted([*Path(path).glob("result.json"), *Path(path).glob("*/result.json")]):
+        result = json.loads(file.read_text())
+        rows = [json.loads(line) for line in (file.parent / "samples.jsonl").read_text().split("\n")[:-1]]
+        found[result["data"] if result["data"] not in found else file.parent.name] = (
+            result, rows[:result["n_expected"]])
+    if not found:
+        raise video_io.DataError(f"{path}: no result.json here or one folder down; run evaluate.py run first")
+    return found
+
+def bootstrap(units, times=10_000, seed=0):
+    """(times,) scores of resamples of whole clips; to first order, where clips differ in size."""
+    score, sums = spread(units)
+    n = len(sums)
+    return score + np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), times) @ sums
+
+def mcnemar(only_a, only_b):
+    """Exact two-sided p value: of the samples that one side alone has right, is it as often either one?"""
+    n = only_a + only_b
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(min(only_a, only_b) + 1)) / 2 ** n)
+
+def compare(a, b):
+    """B - A on the samples that both have: {data set: numbers, breakdowns, flips}."""
+    left, right, found = results_in(a), results_in(b), {}
+    good = lambda row: row["accuracy"] >= 0.5
+    for name, (result, rows) in left.items():
+        others = {row["key"]: row for row in right.get(name, ({}, []))[1]}
+        pairs = {row["key"]: (row, others[row["key"]]) for row in rows if row["key"] in others}
+        if not pairs:
+            continue
+        units = [units_of(side, result["benchmark"]["metrics"][result["metric"]])
+                 for side in zip(*pairs.values())]
+        gains = [(y - x, path, clip) for (x, path, clip), (y, _, _) in zip(*units)]
+        scores = bootstrap(gains)
+        p = 2 * (1 + min((scores <= 0).sum(), (scores >= 0).sum())) / (1 + len(scores))
+        flips = [dict(key=key, a=x["response"], b=y["response"], better="b" if good(y) else "a")
+                 for key, (x, y) in pairs.items() if good(x) != good(y)]
+        wins = Counter(flip["better"] for flip in flips)
+        rises = [x | {"accuracy": y["accuracy"] - x["accuracy"]} for x, y in pairs.values()]
+        found[name] = dict(
+            metric=result["metric"], n_shared=len(pairs), n_only_a=len(rows) - len(pairs),
+            n_only_b=len(others) - len(pairs), a=measure(units[0])["score"], b=measure(units[1])["score"],
+            difference=measure(gains, -1.0)["score"], interval=np.percentile(scores, [2.5, 97.5]).tolist(),
+            p_bootstrap=min(1.0, float(p)), wins_a=wins["a"], wins_b=wins["b"],
+            p_mcnemar=mcnemar(wins["a"], wins["b"]), flips=flips, by={
+                field: {value: measure(units_of(part, ["accuracy"]), -1.0)
+                        for value, part in parts_of(rises, field).items()} for field in result["by"]})
+    if not found:
+        raise video_io.DataError(f"{a} and {b} share no samples: {', '.join(left)}; {', '.join(right)}")
+    return found
+
+def print_comparison(args):
+    found = compare(args.a, args.b)
+    for name, c in found.items():
+        print("{}: {metric} of {n_shared} shared samples ({n_only_a} only in A, {n_only_b} only in B)\n"
+              "  A {}, B {}, B - A {}, 95 % {} .. {}, p {p_bootstrap:.4f} (bootstrap by clip)\n"
+              "  right only in A {wins_a}, only in B {wins_b}: p {p_mcnemar:.4f} (McNemar, exact)".format(
+                  name, *map(percent, (c["a"], c["b"], c["difference"], *c["interval"])), **c))
+        for field, parts in c["by"].items():
+            for value, m in sorted(parts.items(), key=lambda item: -item[1]["score"]):
+                print(f"    {field}: {value[:36]:38}{100 * m['score']:+6.1f}  n {m['n']}")
+        print(*(f"    {flip['better'].upper()} right: {flip['key']}" for flip in c["flips"][:10]), sep="\n")
+    if args.out:
+        rollout.write_text(Path(args.out), json.dumps(found, indent=1, ensure_ascii=False))
+
+# ---------------------------------------------------------------------------------------- report, check
+
+def thumbnails(rows):
+    """{row's key: up to eight frames spread over its clips, JPEG as data: URIs}; broken clips have none."""
+    from PIL import Image
+
+    spec = video_io.MediaSpec(nframes=8, min_pixels=4096, max_pixels=24576, image_max_pixels=65536)
+    found = defaultdict(list)
+    with contextlib.closing(video_io.MediaLoader(spec)) as loader:
+        for key, future in [(row["key"], loader.submit(row)) for row in rows]:
+            with contextlib.suppress(video_io.MediaError):  # the row itself says what is wrong
+                media, file = future.result(), None
+                for frame in [*(f for clip in media.videos for f in clip.frames), *media.images][:8]:
+                    file = io.BytesIO()
+                    Image.fromarray(frame.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=72)
+                    found[key].append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
+    return found
+
+def write_report(args):
+    """One HTML file: configs/report.html around JSON of results, comparison, curves and a gallery."""
+    runs, samples, training = results_in(args.dir), [], []
+    compared = compare(args.dir, args.against) if args.against else {}
+    if args.training:
+        lines = Path(args.training, "metrics.jsonl").read_text().splitlines()
+        training = [json.loads(line, parse_constant=lambda name: None) for line in lines]
+    for name, (_, rows) in runs.items():
+        flips = {flip["key"]: flip for flip in compared.get(name, {}).get("flips", [])}
+        kinds = defaultdict(list)
+        for row in random.Random(0).sample(rows, len(rows)):
+            unread = row["status"] in ("invalid", "truncated", "failed")
+            kind = row["status"] if unread else "right" if row["accuracy"] >= 0.5 else "wrong"
+            kinds[kind, row["key"] in flips].append(row | dict(kind=kind, flip=flips.get(row["key"])))
+        chosen = [row for kind in kinds.values() for row in kind[:args.samples]]
+        frames = thumbnails(chosen)
+        samples += [row | dict(data=name, frames=frames[row["key"]]) for row in chosen]
+    data = dict(title=args.title or Path(args.dir).resolve().name, runs=[run for run, _ in runs.values()],
+                sources=load_benchmarks()["sources"], samples=samples, compared=compared,
+                against=args.against, training=training)
+    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
+    out = Path(args.out or f"{args.dir}/report.html")
+    rollout.write_text(out, (CONFIGS / "report.html").read_text().replace("/*DATA*/null", text))
+    print(f"{out}: {len(samples)} samples of {len(runs)} data sets, {out.stat().st_size / 1e6:.1f} MB")
+
+def check(args):
+    """All that can be known without a GPU.  Exit code 1 if something is missing or cannot be used."""
+    processor = config = None
+    if args.model:
+        from transformers import AutoConfig
+        args.model = rollout.model_folder(args.model)
+        processor, config = video_io.load_processor(args.model), AutoConfig.from_pretrained(args.model)
+    tasks, problems = load_tasks(args, args.model or "", config)
+    for task in tasks:
+        form, system = task.settings["prompt_form"], task.settings["system_prompt"] or None
+        longest, most = task.settings["max_prompt_length"], task.settings["max_tokens"]
+        with contextlib.closing(video_io.MediaLoader(task.spec, args.decode_workers)) as loader:
+            survey = video_io.survey(task.records, loader, task.prompts, processor, form, longest, system)
+        problems += [f"{task.name}: {record['where']}: {why}" for record, _, _, why, _ in survey if why]
+        tokens = np.array([visual + text for _, visual, text, _, _ in survey] or [0])
+        hours = (tokens.sum() / args.prompt_speed + len(survey) * most / args.output_speed) / 3600
+        print(f"\n{task.name}: {len(survey)} records", dict(Counter(r["problem_type"] for r in task.records)),
+              *(f"{n} {odd}" for odd, n in task.odd.items()), sep="; ")
+        print(f"  prompt tokens: median {np.median(tokens):.0f}, most {tokens.max()}, sum {tokens.sum()}"
+              f"{'' if args.model else ' (roughly: no --model)'}; at most {hours:.2f} h if answers have "
+              f"{most} tokens, at {args.prompt_speed:g} prompt and {args.output_speed:g} output tokens/s")
+        for record in task.records[:3]:
+            messages = video_io.build_messages(record, task.prompts, form, system)
+            text = (video_io.prompt_text(record, task.prompts, processor, form, system) if processor else
+                    "".join(part.get("text", f"<{part['type']}>") for m in messages for part in m["content"]))
+            print(f"  {record['where']}, gold {record['answer'][:200]!r}\n" + re.sub("(?m)^", "  | ", text))
+    print(*problems, f"{len(problems)} problems", sep="\n")
+    return int(bool(problems))
+
+DATA = [("data-root", str, "where benchmarks lie (default .); of files, what media paths are relative to"),
+        ("dataset-config", str, "YAML or JSON of your own: {NAME: {json: FILE, video: FOLDER}}"),
+        ("preset", ("easyvideor1", "qwen"), "frames and tokens; of benchmarks easyvideor1 if not given"),
+        ("think", bool, "short for --prompt-form reason"), ("limit", int, "records of each data set"),
+        ("decode-workers", max(2, (os.cpu_count() or 2) // 2), "processes that decode clips"),
+        *((name.replace("_", "-"), CHOICES.get(name, type(default)), "as in training")
+          for name, default in SETTINGS.items())]
+COMMANDS = {  # name: (function, what it does, what it needs, [(flag, its default, type or choices, help)])
+    "run": (run, "Answer and score records.", ["--model", "--data"], [
+        *DATA, ("out", str, "folder; default results/MODEL; with one data set, that very folder"),
+        ("mode", ("auto", "cache", "eval", "both"), "cache: only fill the frame cache; eval: answer from it "
+         "alone; both: one after the other; auto, if not given: decode what it lacks"),
+        ("cache-dir", str, "frame cache; default: none, frame_cache for the other modes"),
+        ("n", 1, "answers to each prompt: mean, pass@k, majority"), ("seed", 0, ""),
+        ("temperature", float, "default 0, greedy; 1 with --n"), ("top-p", 1.0, ""), ("top-k", -1, ""),
+        ("queue-bytes", 8e9, "of decoded frames held at once"), ("reward-workers", 1, "processes that score"),
+        ("dtype", ("bfloat16", "float32"), "if not given: float32 on CPU, bfloat16 on GPU"),
+        ("engine-memory", 0.85, "share of a GPU that vLLM may take")]),
+    "compare": (print_comparison, "B - A on the samples that two results share.", ["a", "b"], [
+        ("out", str, "JSON file for all numbers and all samples that flipped")]),
+    "report": (write_report, "One HTML file with everything in it.", ["dir"], [
+        ("against", str, "a result to compare with"), ("training", str, "folder of a training run"),
+        ("samples", 12, "of each kind in the gallery"), ("title", str, ""),
+        ("out", str, "default DIR/report.html")]),
+    "check": (check, "Look at data without a GPU.", ["data"], [
+        *DATA, ("model", str, "for exact token counts"),
+        ("prompt-speed", 8000.0, "prompt tokens/s to reckon with"),
+        ("output-speed", 2000.0, "output tokens/s to reckon with")])}
 
 def main():
-    parser = argparse.ArgumentParser(description="Evaluate a model on record files.")
-    add = parser.add_subparsers(required=True).add_parser("run", help="answer and score records").add_argument
-    add("--model", required=True, help="Hugging Face folder")
-    add("--data", required=True, nargs="+", help="JSON, JSONL or parquet records")
-    add("--data-root", help="media paths are relative to this; else to the record's file")
-    add("--out", help="folder to write; default results/MODEL-DATA")
-    choices = {"prompt_form": ("reason", "direct"), "timestamps": ("segment", "source")}
-    for name, default in SETTINGS.items():
-        add("--" + name.replace("_", "-"), type=type(default), choices=choices.get(name))
-    add("--limit", type=int, help="only the first so many records")
-    add("--batch", type=int, default=64, help="prompts in flight")
-    add("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="auto: float32 on CPU only")
-    add("--engine-memory", type=float, default=0.85, help="share of a GPU that vLLM may take")
-    add("--decode-workers", type=int, default=2)
-    add("--reward-workers", type=int, default=1)
-    add("--cache-dir", help="frame cache")
+    parser = argparse.ArgumentParser(description="Evaluate a model, compare results, show them.")
+    commands = parser.add_subparsers(required=True)
+    for name, (function, text, needed, flags) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(function=function)
+        for word in needed:
+            options = dict(nargs="+", help="benchmarks, record files") if "data" in word else {}
+            sub.add_argument(word, **options, **dict(required=True) if word[0] == "-" else {})
+        for flag, kind, text in flags:
+            options = dict(type=kind) if isinstance(kind, type) else dict(type=type(kind), default=kind)
+            options = dict(choices=kind) if isinstance(kind, tuple) else options
+            sub.add_argument("--" + flag, help=text, **dict(action="store_true") if kind is bool else options)
+    args = parser.parse_args()
     try:
-        run(parser.parse_args())
-    except video_io.DataError as error:
+        sys.exit(args.function(args))
+    except (video_io.DataError, rewards.RewardError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
 
