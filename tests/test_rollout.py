@@ -394,12 +394,10 @@ def command(toy, out, *more, launch=()):
 
 def test_the_command_killed_and_on_two_processes_writes_the_same(toy, tmp_path):
     env = dict(os.environ, OMP_NUM_THREADS="1")
-    two = subprocess.Popen(
-        command(toy, tmp_path / "two.jsonl", launch=[
-            "accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
-            "--dynamo_backend", "no", "--main_process_port", "29617"]),
+    two = subprocess.Popen(  # what `accelerate launch` starts on several GPUs; on CPU it starts one process
+        command(toy, tmp_path / "two.jsonl", launch=["torchrun", "--nproc_per_node", "2", "--master_port", "29617"]),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-    printed = two.communicate(timeout=300)[0]
+    printed = two.communicate(timeout=900)[0]
     assert two.returncode == 0, printed[-3000:]
 
     out = tmp_path / "one.jsonl"
