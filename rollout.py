@@ -372,8 +372,8 @@ def self_check(groups, trainer_logprobs, tolerance):
     gap, worst = torch.cat(gaps).mean().item(), max(range(len(gaps)), key=lambda i: gaps[i].max())
     if not gap <= tolerance:
         raise RuntimeError(f"engine and trainer differ by {gap:.2g} a greedy token, over {tolerance:g} "
-                           f"(worst at {groups[worst].record['where']}): weights that did not reach the engine, "
-                           "frozen ones that changed, or prompts that differ")
+                           f"(worst at {groups[worst].record['where']}): weights that did not reach the "
+                           "engine, frozen ones that changed, or prompts that differ")
     return gap
 
 def answers(engine, prompter, waiting, n, *, queue_bytes=8 << 30, **sampling):

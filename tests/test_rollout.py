@@ -386,19 +386,18 @@ def test_frames_that_wait_for_answers_keep_within_the_bound(world):
     assert sorted(seen) == list(range(12)) and 1 < most[0] <= 4  # three wait, one has just been answered
 
 
-def command(toy, out, *more, launch=()):
-    return [*(launch or ["python"]), str(ROOT / "rollout.py"), "--model", str(toy / "model"), "--data",
+def command(toy, out, *more):
+    return ["python", str(ROOT / "rollout.py"), "--model", str(toy / "model"), "--data",
             str(toy / "train.jsonl"), "--n", "3", "--out", str(out), "--prompt-form", "direct", "--max-tokens", "12",
             "--max-prompt-length", "400", "--max-frames", "8", "--max-pixels", "4096", "--workers", "1", *more]
 
 
 def test_the_command_killed_and_on_two_processes_writes_the_same(toy, tmp_path):
     env = dict(os.environ, OMP_NUM_THREADS="1")
-    two = subprocess.Popen(  # what `accelerate launch` starts on several GPUs; on CPU it starts one process
-        command(toy, tmp_path / "two.jsonl", launch=["torchrun", "--nproc_per_node", "2", "--master_port", "29617"]),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-    printed = two.communicate(timeout=900)[0]
-    assert two.returncode == 0, printed[-3000:]
+    two = [subprocess.Popen(command(toy, tmp_path / "two.jsonl"), stderr=subprocess.PIPE, text=True, env=dict(
+        env, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")) for rank in "01"]
+    for process in two:  # as a launcher starts them
+        assert process.wait(timeout=900) == 0, process.communicate()[1][-3000:]
 
     out = tmp_path / "one.jsonl"
     killed = subprocess.Popen(command(toy, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
