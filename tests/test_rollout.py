@@ -397,7 +397,8 @@ def test_the_command_killed_and_on_two_processes_writes_the_same(toy, tmp_path):
     two = [subprocess.Popen(command(toy, tmp_path / "two.jsonl"), stderr=subprocess.PIPE, text=True, env=dict(
         env, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")) for rank in "01"]
     for process in two:  # as a launcher starts them
-        assert process.wait(timeout=900) == 0, process.communicate()[1][-3000:]
+        errors = process.communicate(timeout=900)[1]
+        assert process.returncode == 0, errors[-3000:]
 
     out = tmp_path / "one.jsonl"
     killed = subprocess.Popen(command(toy, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
