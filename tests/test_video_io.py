@@ -206,6 +206,22 @@ def test_unreadable_data_files_are_one_clear_error(tmp_path, name, content):
         video_io.load_records(tmp_path / name)
 
 
+@pytest.mark.parametrize("field, value", [
+    ("options", 5), ("options", [["a"]]), ("options", {"A": [1]}), ("videos", [[]]), ("videos", 5), ("videos", [5]),
+    ("videos", {"a": 1}), ("images", [["a.png"]]), ("images", 7), ("preprocessed_video", 5), ("preprocessed_video", ["a"]),
+    ("video_fps", "fast"), ("video_fps", 0), ("video_fps", -1), ("video_start", -1), ("video_start", True),
+    ("video_start", [1]), ("video_end", "late"), ("video_end", 0), ("problem", None), ("problem", 5), ("problem", ["a"]),
+    ("answer", {}), ("answer", "  "), ("answer", "<answer> </answer>"), ("answer", None), ("problem_type", None),
+    ("problem_type", 5), ("problem_type", ["boolean"]), ("data_type", 5), ("data_type", "audio"), ("data_source", 5),
+    ("has_offline_trajectory", "yes"), ("offline_output", ["a"])])
+def test_an_odd_value_is_one_line_that_names_field_and_value(dataset, field, value):
+    row = {"problem": "Is it?", "answer": "yes", "problem_type": "boolean", "videos": ["sub/flat.mp4"]} | {field: value}
+    with pytest.raises(DataError) as caught:
+        video_io.load_records(write_jsonl(dataset / "d.jsonl", [row]))
+    line = str(caught.value)
+    assert line.startswith(f"d.jsonl:1: {field} is ") and "\n" not in line and len(line.split(": ")) >= 3
+
+
 def test_keys_survive_a_move_and_tell_duplicates_apart(dataset, tmp_path_factory):
     rows = [{"problem": "Is it?", "answer": a, "problem_type": "boolean", "videos": ["sub/flat.mp4"]} for a in ("yes", "yes", "no")]
     keys = [record["key"] for record in video_io.load_records(write_jsonl(dataset / "d.jsonl", rows))]
@@ -227,7 +243,7 @@ def test_a_check_of_the_caller_is_reported_with_the_other_problems(dataset):
         video_io.load_records(dataset / "d.jsonl", check=check)
     first, second = str(caught.value).split("\n")
     assert first == "d.jsonl:2: answer 'perhaps' is neither yes nor no"  # the place is named once
-    assert second.startswith("d.jsonl:3: no file")
+    assert second.startswith("d.jsonl:3: videos is ") and "no file" in second
 
 
 def test_data_root_is_where_relative_paths_start(dataset, tmp_path_factory):
@@ -542,8 +558,55 @@ def record_of(*paths, **fields):
     return {"videos": [str(p) for p in paths], "images": [], "where": "d.jsonl:7"} | fields
 
 
-def test_workers_give_the_frames_of_this_process_and_report_bad_clips(clips, hostile):
-    loader = MediaLoader(SMALL, workers=2, bad_file=hostile / "bad_videos.jsonl")
+@pytest.fixture
+def wild_decord(tmp_path, monkeypatch):
+    """A decord for worker processes that hangs in C with the GIL held, crashes, exits or is slow, as the name of the clip
+    says; all other clips it refuses. It leaves a file `reached` when it was asked."""
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "decord.py").write_text(f"""
+import ctypes, os, re, time
+class DECORDError(Exception): pass
+class DECORDLimitReachedError(Exception): pass
+class logging:
+    QUIET, set_level = 0, print
+def VideoReader(path, **options):
+    open({str(tmp_path / "reached")!r}, "w").close()
+    name = os.path.basename(path)
+    if name.startswith("hang"): re.match("(a*)*b", "a" * 99)
+    if name.startswith("crash"): ctypes.string_at(0)
+    if name.startswith("exit"): os._exit(7)
+    if name.startswith("slow"): time.sleep(3)
+    raise DECORDError("not mine")
+""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"))
+    return tmp_path
+
+
+def children(pid):
+    """Living processes that pid has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [int(stat.parent.name)] * (int(parent) == pid and state != "Z")
+    return found
+
+
+def until(reached):
+    for _ in range(1200):
+        if reached():
+            return
+        time.sleep(0.1)
+    raise AssertionError("not within two minutes")
+
+
+def test_workers_give_the_frames_of_this_process_and_report_bad_clips(clips, hostile, monkeypatch):
+    (hostile / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(hostile / "scratch"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))  # no room in /dev/shm
+    loader = MediaLoader(SMALL, workers=2, bad_file=hostile / "new" / "folder" / "bad_videos.jsonl")
     good = loader.submit(record_of(clips / "flat.mp4", clips / "slow.mp4", images=[]))
     bad = loader.submit(record_of(hostile / "half.mp4"))
     with pytest.raises(MediaError, match="half.mp4"):
@@ -553,49 +616,76 @@ def test_workers_give_the_frames_of_this_process_and_report_bad_clips(clips, hos
     assert [(c.fps, c.frames_indices, c.key) for c in media.videos] == [(c.fps, c.frames_indices, c.key) for c in here.videos]
     assert all(torch.equal(a.frames, b.frames) for a, b in zip(media.videos, here.videos))
     assert (loader.n_ok, loader.n_bad) == (2, 1) and media.nbytes == sum(c.frames.numel() for c in media.videos)
-    line, = (json.loads(text) for text in (hostile / "bad_videos.jsonl").read_text().splitlines())
+    line, = (json.loads(text) for text in (hostile / "new" / "folder" / "bad_videos.jsonl").read_text().splitlines())
     assert line["path"].endswith("half.mp4") and line["where"] == "d.jsonl:7" and line["reason"]
-    spill = loader.spill
     loader.close()
-    assert not os.path.exists(spill)
-    assert media.videos[0].frames.sum() == here.videos[0].frames.sum()  # mapped frames outlive the loader
+    assert not list((hostile / "scratch").iterdir())
+    assert media.videos[0].frames.sum() == here.videos[0].frames.sum()  # mapped frames outlive their file
 
 
-def test_a_decoder_that_hangs_costs_one_sample(clips, tmp_path, monkeypatch):
-    stub = tmp_path / "stub.py"
-    stub.write_text("import time; print('ready', flush=True); time.sleep(600)")
-    loader = MediaLoader(SMALL, workers=1, timeout_s=0.5, bad_file=tmp_path / "bad.jsonl")
-    monkeypatch.setattr(video_io, "WORKER", [sys.executable, str(stub)])
-    with pytest.raises(MediaError, match="hung for 0.5 s"):
-        loader.submit(record_of(clips / "flat.mp4")).result()
-    hung, = loader.processes.values()
-    assert hung.poll() is not None  # killed
-    monkeypatch.undo()
-    loader.timeout_s = 60
-    assert loader.submit(record_of(clips / "flat.mp4")).result().videos  # replaced
-    assert (loader.n_ok, loader.n_bad) == (1, 1) and "hung" in (tmp_path / "bad.jsonl").read_text()
+def test_a_decoder_that_hangs_or_dies_costs_one_sample(clips, wild_decord):
+    names = ["hang.mp4", "crash.mp4", "exit.mp4"]
+    for i, name in enumerate(names):
+        Path(wild_decord / name).write_bytes((clips / "flat.mp4").read_bytes() + bytes(i))  # each with a key of its own
+    loader = MediaLoader(SMALL, workers=1, timeout_s=5, cache_dir=wild_decord / "c", bad_file=wild_decord / "bad.jsonl")
+    for name, words in zip(names, ("hung for 5 s; decoder killed", f"crashed the decoder .exit code {-signal.SIGSEGV}.",
+                                   "crashed the decoder .exit code 7.")):
+        with pytest.raises(MediaError, match=words):
+            loader.submit(record_of(wild_decord / name)).result()
+        assert loader.submit(record_of(clips / "slow.mp4", video_end=1.0 + names.index(name))).result().videos  # replaced
+    with pytest.raises(MediaError, match="hung for 5 s; decoder killed .remembered in "):
+        loader.submit(record_of(wild_decord / "hang.mp4")).result()
+    assert (loader.n_ok, loader.n_bad) == (3, 4)
+    reasons = [json.loads(line)["reason"] for line in (wild_decord / "bad.jsonl").read_text().splitlines()]
+    assert len(reasons) == 4 and "hung" in reasons[0]
     loader.close()
 
 
-def test_a_decoder_that_stops_or_dies_is_replaced(clips):
-    loader = MediaLoader(SMALL, workers=1, timeout_s=60)
-    assert loader.submit(record_of(clips / "flat.mp4")).result().videos
+def test_the_time_limit_counts_from_the_start_of_a_decode_not_from_its_place_in_the_queue(clips, wild_decord):
+    for i in range(4):
+        shutil.copy(clips / "flat.mp4", wild_decord / f"slow{i}.mp4")
+    loader = MediaLoader(SMALL, workers=1, timeout_s=8)  # each needs 3 s and more
+    futures = [loader.submit(record_of(wild_decord / f"slow{i}.mp4")) for i in range(4)]
+    assert all(future.result().videos for future in futures) and loader.n_bad == 0
+    loader.close()
+
+
+def test_a_worker_that_is_killed_from_outside_blames_no_clip_for_ever(clips, wild_decord):
+    hung = Path(shutil.copy(clips / "flat.mp4", wild_decord / "hang.mp4"))
+    loader = MediaLoader(SMALL, workers=1, cache_dir=wild_decord / "c")
+    future = loader.submit(record_of(hung))
+    until((wild_decord / "reached").exists)
     worker, = loader.processes.values()
-    os.kill(worker.pid, signal.SIGSTOP)  # hangs for good, between two clips
-    loader.timeout_s = 1
-    with pytest.raises(MediaError, match="hung"):
-        loader.submit(record_of(clips / "slow.mp4")).result()
-    loader.timeout_s = 60
-    assert loader.submit(record_of(clips / "slow.mp4")).result().videos
-    worker, = loader.processes.values()
-    os.kill(worker.pid, signal.SIGSTOP)
-    future = loader.submit(record_of(clips / "flat.mp4"))
-    time.sleep(0.3)
-    os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(MediaError, match=r"crashed the decoder \(exit code -9\)"):
+    os.kill(worker.pid, signal.SIGKILL)  # as the kernel does when memory runs out
+    with pytest.raises(MediaError, match="exit code -9"):
         future.result()
-    assert loader.submit(record_of(clips / "flat.mp4")).result().videos
+    assert loader.submit(record_of(clips / "flat.mp4")).result().videos  # the same bytes, so the same key
+    worker, = loader.processes.values()
+    os.kill(worker.pid, signal.SIGKILL)  # while it is idle
+    worker.wait()
+    assert loader.submit(record_of(clips / "slow.mp4")).result().videos
     loader.close()
+
+
+def test_no_worker_outlives_a_killed_parent_or_a_close(clips, wild_decord):
+    hung = shutil.copy(clips / "flat.mp4", wild_decord / "hang.mp4")
+    code = (f"import sys; sys.path.insert(0, {str(Path(SCRIPT).parent)!r}); import video_io\n"
+            f"loader = video_io.MediaLoader(video_io.MediaSpec(), 1)\n"
+            f"loader.submit({record_of(hung)!r}).result()")
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    until((wild_decord / "reached").exists)
+    workers = children(parent.pid)
+    parent.kill()
+    parent.wait()
+    assert len(workers) == 1
+    until(lambda: not os.path.exists(f"/proc/{workers[0]}"))
+    loader = MediaLoader(SMALL, 1, cache_dir=wild_decord / "c", bad_file=wild_decord / "bad.jsonl")
+    (wild_decord / "reached").unlink()
+    future = loader.submit(record_of(hung))
+    until((wild_decord / "reached").exists)
+    loader.close()
+    assert future.done() and not children(os.getpid()) and loader.n_bad == 0
+    assert not (wild_decord / "bad.jsonl").exists() and not list((wild_decord / "c").rglob("*.*"))  # no clip is to blame
 
 
 def test_without_workers_it_is_this_process_and_the_same_frames(clips):
@@ -635,10 +725,11 @@ def test_the_cache_hits_for_a_copied_dataset_and_misses_for_a_changed_file_or_se
 def test_damaged_entries_are_rebuilt(clips, tmp_path, damage):
     item = {"kind": "video", "path": str(clips / "flat.mp4")}
     clip, file = video_io.load_item(item, SMALL, tmp_path)
-    whole = file.read_bytes()
+    frames, whole = clip.frames.clone(), file.read_bytes()
+    del clip  # it is mapped to the file
     file.write_bytes(damage(whole))
     again, _ = video_io.load_item(item, SMALL, tmp_path)
-    assert torch.equal(again.frames, clip.frames) and torch.equal(video_io.read_clip(file).frames, clip.frames)
+    assert torch.equal(again.frames, frames) and torch.equal(video_io.read_clip(file).frames, frames)
 
 
 def test_realtime_neither_reads_nor_fills_the_cache(clips, tmp_path):
@@ -952,16 +1043,19 @@ def test_counts_without_decoding_equal_the_real_expansion(family, clips, tmp_pat
 def test_the_budget_is_filled_as_far_as_it_goes(family, clips):
     config, processor, _ = family("qwen3_vl")
     probe = video_io.probe(str(clips / "pan.mp4"))
-    for budget in (2000, 300, 60):
+    full, narrower, fewer = len(video_io.plan(probe, MediaSpec())[0]), 0, 0
+    cost = lambda spec, **changes: sum(video_io.count_tokens(probe, video_io.replace(spec, **changes), processor.tokenizer))
+    for budget in (2000, 300, 60, 30, 18):
         spec = video_io.fit_budget(budget, probe, MediaSpec(), processor.tokenizer)
         media = Media([video_io.decode(str(clips / "pan.mp4"), spec)])
-        assert len(video_io.expand_prompt("<|video_pad|>", media, processor, config)) <= budget
-        larger = video_io.replace(spec, max_pixels=spec.max_pixels + spec.token)
-        more = len(media.videos[0].frames) + 2 if spec.max_pixels == 4 * spec.token else None
-        if spec.max_pixels < 768 * spec.token:
-            assert sum(video_io.count_tokens(probe, larger, processor.tokenizer)) >= sum(video_io.count_tokens(probe, spec, processor.tokenizer))
-        if more and more <= 6:
-            assert sum(video_io.count_tokens(probe, video_io.replace(spec, nframes=more), processor.tokenizer)) > budget
+        assert len(video_io.expand_prompt("<|video_pad|>", media, processor, config)) == cost(spec) <= budget
+        if spec.max_pixels < 768 * spec.token:  # one token more per frame would not fit
+            narrower += 1
+            assert cost(spec, max_pixels=spec.max_pixels + spec.token) > budget
+        if spec.nframes < full:  # nor would two frames more, as small as they may be
+            fewer += 1
+            assert cost(spec, nframes=spec.nframes + 2, max_frames=full, max_pixels=spec.min_pixels) > budget
+    assert narrower >= 3 and fewer >= 1
     with pytest.raises(DataError, match="raise the budget"):
         video_io.fit_budget(3, probe, MediaSpec(), processor.tokenizer)
 
@@ -1056,9 +1150,33 @@ def test_clip_cuts_by_name_and_by_field_frame_exactly(clips, tmp_path):
     assert len(video_io.decode(str(tmp_path / "copied" / rows[0]["path"]), SMALL).frames) >= 4
 
 
+@pytest.mark.parametrize("command, extra", [("cache", ["--cache-dir", "c"]), ("check", []), ("clip", ["out"])])
+def test_ctrl_c_stops_a_command_at_once_without_half_files_or_orphans(clips, wild_decord, command, extra):
+    shutil.copy(clips / "long.mp4", wild_decord / "hang.mp4")
+    row = {"problem": "Is it?", "answer": "yes", "problem_type": "boolean", "video": "hang.mp4", "start": 1, "end": 2}
+    write_jsonl(wild_decord / "d.jsonl", [row])
+    command = subprocess.Popen([sys.executable, SCRIPT, command, "d.jsonl", *extra, "--workers", "2"], cwd=wild_decord,
+                               stderr=subprocess.PIPE, text=True)
+    until((wild_decord / "reached").exists)
+    workers = children(command.pid)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate()
+    assert command.returncode == 130 and "goes on from here" in errors and "Traceback" not in errors
+    assert workers and not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+    left = {file.name for file in wild_decord.rglob("*") if file.is_file()}
+    assert left <= {"decord.py", "decord.cpython-311.pyc", "reached", "d.jsonl", "hang.mp4"} | {
+        file for file in left if file.endswith(".pyc")}
+
+
 def test_bad_input_to_a_command_is_one_line_and_exit_code_2(tmp_path):
     for args in (("tokens", "gone.jsonl"), ("check", "gone.jsonl"), ("cache", "gone.jsonl", "--cache-dir", "c"), ("clip", "gone.jsonl", "o")):
         out = run(*args, cwd=tmp_path)
         assert out.returncode == 2 and len(out.stderr.strip().splitlines()) == 1 and "gone.jsonl" in out.stderr
+    (tmp_path / "file").touch()
+    write_jsonl(tmp_path / "d.jsonl", [{"problem": "Is it?", "answer": "yes", "problem_type": "boolean", "path": "file",
+                                        "start": 0, "end": 1}])
+    for args in (("cache", "--cache-dir", "file/c"), ("check", "--bad-file", "file/bad.jsonl"), ("clip", "file/out")):
+        out = run(args[0], "d.jsonl", *args[1:], "--workers", 1, cwd=tmp_path)
+        assert out.returncode == 2 and "file" in out.stderr.splitlines()[-1], out.stderr
     out = run("tokens", "d.jsonl", "--min-frames", 8, "--max-frames", 4, cwd=tmp_path)
     assert out.returncode == 2 and "min_frames 8" in out.stderr and "max_frames 4" in out.stderr
