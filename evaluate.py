@@ -211,11 +211,12 @@ def summarize(rows, bench):
         for k in (2 ** i for i in range(n.bit_length())):
             metrics[f"pass@{k}"] = of(lambda samples: best_of([s["accuracy"] for s in samples], k))
         metrics["majority"] = of(majority)
-    metrics = {name: measured for name, measured in metrics.items() if measured}
+    plain = measure(units_of(answers, ["accuracy"]))
+    metrics = {name: measured for name, measured in metrics.items() if measured} or {"accuracy": plain}
     by = {field: {value: measure(units_of(part, ["accuracy"])) | counts(part)
                   for value, part in parts_of(answers, field).items()} for field in bench["by"]}
-    name, mean = next(iter(metrics)), measure(units_of(answers, ["accuracy"]))["score"]
-    return dict(metrics[name], metric=name, accuracy=mean, metrics=metrics, by=by, **counts(rows),
+    name = next(iter(metrics))
+    return dict(metrics[name], metric=name, accuracy=plain["score"], metrics=metrics, by=by, **counts(rows),
                 output_tokens=sum(row.get("response_tokens", 0) for row in answers))
 
 def percent(x):
@@ -333,6 +334,11 @@ def load_task(name, bench, args, prompts, problems):
             rewards.check_record(record)
         except ValueError as error:
             problems.append(str(error))
+    try:  # better now than when all is answered
+        blank = dict(accuracy=0.0, status="wrong", response="")
+        summarize([record | blank for record in records], bench) if records else None
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        problems.append(f"{name}: its metrics need other fields than the records have: {error!r}")
     return records[:args.limit], dict(Counter(odd for row in sources.values() for odd in oddities(row)))
 
 def load_tasks(args, model="", config=None):
@@ -359,8 +365,8 @@ def load_tasks(args, model="", config=None):
             records, odd = load_task(name, bench, args, prompts, problems)
             tasks.append(SimpleNamespace(name=name, bench=bench, settings=settings, spec=spec,
                                          prompts=prompts, records=records, odd=odd))
-        except video_io.DataError as error:
-            problems.append(f"{name}: {error}")
+        except (video_io.DataError, KeyError) as error:
+            problems.append(f"{name}: {'no field ' * isinstance(error, KeyError)}{error}")
     return tasks, problems
 
 def name_contents(task, identity):
@@ -606,8 +612,8 @@ def compare(a, b):
         pairs = {row["key"]: (row, others[row["key"]]) for row in rows if row["key"] in others}
         if not pairs:
             continue
-        units = [units_of(side, result["benchmark"]["metrics"][result["metric"]])
-                 for side in zip(*pairs.values())]
+        spec = result["benchmark"]["metrics"].get(result["metric"], ["accuracy"])
+        units = [units_of(side, spec) for side in zip(*pairs.values())]
         gains = [(y - x, path, clip) for (x, path, clip), (y, _, _) in zip(*units)]
         scores = bootstrap(gains)
         p = 2 * (1 + min((scores <= 0).sum(), (scores >= 0).sum())) / (1 + len(scores))

@@ -3,8 +3,8 @@
     python tests/bench_evaluate.py [--data toy/train.jsonl] [--clips 300] [--workers 2]
 
 sequential: decode a clip, generate its answer, score it, then the next one: a batch of one.
-evaluate.py: clips are decoded in worker processes, prompts enter the engine as their clips arrive, answers are
-scored and written meanwhile.  Prints seconds, the share of them in which the engine had nothing to do, the
+evaluate.py: clips are decoded in worker processes, prompts enter the engine as their clips arrive, answers
+are scored and written meanwhile.  Prints seconds, the share of them in which the engine was idle, the
 ratio, and whether the answers are the same.  Starting the engine counts for neither, starting workers does.
 """
 
@@ -87,13 +87,11 @@ def main():
             function()
             seconds = time.monotonic() - started
             measured[name] = seconds
-            print(
-                f"{name:12} {seconds:8.1f} s  {len(records) / seconds:7.1f} clips/s  engine idle {1 - engine.busy / seconds:.0%}"
-            )
+            rate, idle = len(records) / seconds, 1 - engine.busy / seconds
+            print(f"{name:12} {seconds:8.1f} s  {rate:7.1f} clips/s  engine idle {idle:.0%}")
     same = sum(answers["sequential", r["key"]] == answers["evaluate.py", r["key"]] for r in records)
-    print(
-        f"ratio {measured['sequential'] / measured['evaluate.py']:.2f}; {same} of {len(records)} answers are the same"
-    )
+    ratio = measured["sequential"] / measured["evaluate.py"]
+    print(f"ratio {ratio:.2f}; {same} of {len(records)} answers are the same")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""evaluate.py: metrics against NumPy and numbers worked out by hand; its commands on the toy, with real vLLM."""
+"""evaluate.py: metrics against NumPy and numbers worked out by hand; its commands on the toy, with vLLM."""
 
 import itertools
 import json
@@ -271,9 +271,11 @@ def test_mcnemar_and_bootstrap():
 
 # ---------------------------------------------------------------- benchmarks as data
 
-NAMES = """holmes lvbench longvideobench mmvu mmvu-all mvbench tempcompass vsibench videommmu mlvu mlvu-test mlvu-dev
- videomme videomathqa vcrbench videoreasonbench longvideoreason minerva stvg charades_sta motionbench video_count_eval
- ovobench odvbench livesports3k_qa videomme-v2 videommlu""".split()
+NAMES = """
+holmes lvbench longvideobench mmvu mmvu-all mvbench tempcompass vsibench videommmu mlvu mlvu-test
+mlvu-dev videomme videomathqa vcrbench videoreasonbench longvideoreason minerva stvg charades_sta
+motionbench video_count_eval ovobench odvbench livesports3k_qa videomme-v2 videommlu
+""".split()
 
 
 def test_all_benchmarks_are_there_with_metrics_that_exist():
@@ -557,6 +559,23 @@ def test_unknown_names_and_metrics_are_named_with_what_there_is(toy, tmp_path, m
         tmp_path / "own.yaml",
     )
     assert "bleu" in line and "accuracy" in line
+
+
+def test_fields_that_a_metric_needs_are_asked_for_before_anything_starts(benches, toy, monkeypatch, capsys):
+    group = [dict(video_id="x", question_id=f"1-{i}", question="What?", options="A. a\nB. b", answer="B",
+                  group_type="logic", group_structure="[1,2,[3,4]]") for i in range(4)]
+    root = benches / "Video-MME-v2"
+    (root / "videos").mkdir(parents=True)
+    shutil.copy(next((toy / "clips").iterdir()), root / "videos/x.mp4")
+    file = benches / "valid_data/videomme-v2.json"
+    words = ["run", "--model", toy / "model", "--data", "videomme-v2", "--data-root", benches]
+    file.write_text(json.dumps(group))
+    (line,) = refused(monkeypatch, capsys, *words)
+    assert line.startswith("videomme-v2") and "[1,2,[3,4]]" in line
+    del group[0]["video_id"]
+    file.write_text(json.dumps(group))
+    (line,) = refused(monkeypatch, capsys, *words)
+    assert line.startswith("videomme-v2") and "no field 'video_id'" in line
 
 
 def test_check_shows_prompts_tokens_and_what_is_wrong(benches, toy):
