@@ -30,6 +30,7 @@ import difflib
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -123,7 +124,7 @@ class Config:
     dual_clip: Amount = 0.0            # above 1: bound of -loss/advantage where that is negative; 0: off
     cispo_cap: Amount = 5.0            # from 1: upper bound of CISPO's ratio; 0: clip_low and clip_high
     importance: Literal["token", "sequence", "off"] = "token"  # engine-trainer mismatch: truncate or mask
-    importance_cap: Annotated[float, pydantic.Field(gt=1)] = 2.0       # of exp(trainer - engine logprob), of a token or of a whole response
+    importance_cap: Annotated[float, pydantic.Field(gt=1)] = 2.0  # of the ratio of a token, or of a response
     entropy_bonus: Amount = 0.0        # times the mean entropy of response tokens, subtracted from the loss
     kl: Literal["off", "loss", "reward"] = "off"  # penalty for leaving the model that training started from
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -221,8 +222,7 @@ def check_config(cfg, path):
              f"max_refills is {cfg.max_refills}, but reinforce_pp learns from groups without spread too"),
             (0 < cfg.dual_clip <= 1, f"dual_clip is {cfg.dual_clip}, not 0 or above 1"),
             (0 < cfg.cispo_cap < 1, f"cispo_cap is {cfg.cispo_cap}, not 0 or at least 1"),
-            (cfg.advantage == "gdpo" and (cfg.kl == "reward" or cfg.overlong_buffer),
-             "advantage is gdpo, of accuracy and format: it takes no kl=reward and no overlong_buffer"),
+            (cfg.advantage == "gdpo" and cfg.kl == "reward", "advantage is gdpo, which takes no kl=reward"),
             (cfg.overlong_buffer >= cfg.max_response_length,
              f"overlong_buffer is {cfg.overlong_buffer}, not below max_response_length")):
         if bad:
@@ -295,10 +295,10 @@ def set_advantages(cfg, groups, kl_coef=0.0, everyone=lambda x: [x]):
                   for old, ref in zip(group.old_logprobs, group.ref_logprobs)]
             overall = overall - torch.stack([k.sum() for k in kl])
         if cfg.advantage == "gdpo":
-            parts = {"accuracy": 1 - cfg.format_weight, "format": cfg.format_weight}
+            parts = {"accuracy": 1 - cfg.format_weight, "format": cfg.format_weight, "overlong": 1.0}
             group.advantages = sum(weight * group_advantages(
                 torch.tensor([s[key] for s in group.scores], dtype=torch.float64), "grpo")
-                for key, weight in parts.items())
+                for key, weight in parts.items() if key in group.scores[0])
         else:
             greedy = group.greedy_score["overall"] if cfg.advantage == "remax" else 0.0
             group.advantages = group_advantages(overall, cfg.advantage, greedy)
@@ -462,11 +462,11 @@ def keep_features(visual):
     def once(*args, **kwargs):
         if visual.pack_key is None:
             return forward(*args, **kwargs)
-        if visual.pack_key not in visual.kept:
+        key = *visual.pack_key[:2], next(visual.pack_key[2])  # a pack's images and its clips have a call each
+        if key not in visual.kept:
             with torch.no_grad():
-                visual.kept[visual.pack_key] = forward(*args, **kwargs)
-        kept = visual.kept[visual.pack_key]
-        return type(kept)(**kept)  # callers change the object they get
+                visual.kept[key] = forward(*args, **kwargs)
+        return type(visual.kept[key])(**visual.kept[key])  # callers change the object they get
 
     visual.forward = once
 
@@ -661,7 +661,7 @@ def packed_passes(run, model, groups, part=0):
         contents = packs[i] if i < len(packs) else []
         pack = build_pack(contents, run.vision, run.device) if contents else dummy_pack(run.device)
         # packs are the same in every pass over a part, unless advantages were computed in between
-        model.model.visual.pack_key = (part, i) if cfg.kl != "reward" else None
+        model.model.visual.pack_key = (part, i, itertools.count()) if cfg.kl != "reward" else None
         yield contents, pack, *model(pack, cfg.temperature, run.banned)
 
 def fill_logprobs(run, model, groups, name, part=0):

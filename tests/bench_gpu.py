@@ -217,8 +217,6 @@ def bench_update(args):
             model, optimizer = (model, optimizer) if model else policy(run)
             (group,) = decode(run, records[:1])
             for n, length, both in args.cells:
-                if size == "8b" and name != "7k" and (n, length) != (8, 512):
-                    continue  # minutes
                 g = answered(group, n, length, rng, 250 if size == "tiny" else 150000)
                 tokens = len(g.prompt_ids) + n * length
                 a, gib, metrics = timed_update(run, model, optimizer, [g], 3)
@@ -415,6 +413,8 @@ def main():
     parser.add_argument("sections", nargs="+", choices=["clips", *sections])
     parser.add_argument("--sizes", nargs="+", default=["2b"], choices=["tiny", "2b", "8b"])
     parser.add_argument("--prompts", nargs="+", default=list(FRAMES), choices=list(FRAMES))
+    parser.add_argument("--cells", nargs="+", default=["8x512+", "16x512", "8x2048+"], metavar="nxR[+]",
+                        help="answers x tokens of the update; +: also as separate sequences")
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench"))
     parser.add_argument("--clips", type=Path, help="folder of clips (default WORK/clips)")
     parser.add_argument("--checkpointing", type=float, default=1.0, help="share of layers recomputed")
@@ -422,7 +422,7 @@ def main():
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     tiny = args.sizes == ["tiny"]
-    args.cells = [(8, 16, True)] if tiny else [(8, 512, True), (16, 512, False), (8, 2048, True)]
+    args.cells = [(8, 16, True)] if tiny else [(*map(int, c.strip("+").split("x")), "+" in c) for c in args.cells]
     args.prompts = ["4k"] if tiny else args.prompts
     args.clips = args.clips or args.work / "clips"
     args.work.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -406,8 +407,8 @@ def test_a_dry_run_shows_the_plan_and_trains_nothing(toy, tmp_path, capsys):
     assert not (tmp_path / "dry/metrics.jsonl").exists()
 
 
-LAUNCH = ["accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
-          "--dynamo_backend", "no", "--main_process_port"]
+# on CPU `accelerate launch` starts one process whatever it is told; on GPUs it starts them as this does
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
 ALONE = dict(os.environ, OMP_NUM_THREADS="1")
 
 
@@ -439,6 +440,7 @@ def same_as_whole(run, whole, steps):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     name = f"step_{steps:06d}"
+    assert len(list((run / "checkpoints" / name / "dcp").glob("*.distcp"))) == 2  # both processes were there
     ours, theirs = final_tensors(run, name), final_tensors(whole, name)
     assert ours.keys() == theirs.keys()
     worst = max((ours[key] - theirs[key]).abs().max().item() for key in ours)
