@@ -140,6 +140,7 @@ class Engine:
     def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(), allowed=None,
                  max_num_seqs=128, max_num_batched_tokens=8192, clip_tokens=None, memory_share=0.5,
                  tensor_parallel=1, eager=False, sleep_level=0, prime=None):
+        from transformers import AutoConfig
         from vllm import LLM
 
         cuda = torch.cuda.is_available()
@@ -150,20 +151,26 @@ class Engine:
         options = dict(enforce_eager=True) if eager or not cuda else dict(
             # Graphs for decoding only: compiling the whole model takes a minute and measured no faster.
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
+        options["enable_prefix_caching"] = True
         if cuda:
             options.update(gpu_memory_utilization=memory_share, enable_sleep_mode=sleep_level > 0)
         else:  # a prompt prefilled in parts rewinds its seeded generator, which CPU generators cannot
             options["enable_chunked_prefill"], clip_tokens = False, max_model_len
+            layers = getattr(AutoConfig.from_pretrained(model_dir).get_text_config(), "layer_types", None)
+            if "linear_attention" in (layers or ()):  # bfloat16 kernels; cached states need chunked prefill
+                dtype, options["enable_prefix_caching"] = "bfloat16", False
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = LLM(
             model_dir, dtype=dtype, max_model_len=max_model_len, seed=seed, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(max_num_batched_tokens, clip_tokens or max_model_len),
-            tensor_parallel_size=tensor_parallel, enable_prefix_caching=True,
+            tensor_parallel_size=tensor_parallel,
             limit_mm_per_prompt={"video": 8, "image": 16}, logprobs_mode="processed_logprobs", **options)
         self.vllm, self.count = self.llm.llm_engine, itertools.count()
-        self.weight_names = {bare(name) for name in checkpoint_names(model_dir)}
+        self.weight_names = {bare(name) for name in checkpoint_names(model_dir)
+                             if not name.startswith("mtp.")}  # Qwen3.5's extra layer, in neither model
         self.preparing = ThreadPoolExecutor(1)
+        self.lockstep = tensor_parallel > 1  # processes that share a model must send it the same in each step
         self.jobs = []  # not finished, the longest prompt first
         self.prepared = []  # those of them that the thread has been given, in its order
         self.requests = {}  # {request id: (Job, "prime" | "responses" | "greedy")} in the engine
@@ -207,7 +214,7 @@ class Engine:
                 self.prepared.append(job)
                 ahead += 1
         for job in self.prepared:  # in this order: of two prompts with one clip, the first carries its pixels
-            if job.inputs.done() and job.left and not job.running:
+            if (self.lockstep or job.inputs.done()) and job.left and not job.running:
                 self._send(job)
         if self.requests:
             try:

@@ -480,7 +480,8 @@ def shard(model, cfg, device, world):
     if not dist.is_initialized():  # one process, started without a launcher
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     size = cfg.shard_size or world
-    mesh = init_device_mesh(device.type, (world,) if size == world else (world // size, size))
+    mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh["shard"] if size == world else mesh
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
     for block in [*model.model.visual.blocks, *model.model.language_model.layers, model]:
@@ -491,9 +492,7 @@ def packed_logprobs(model, pack, temperature, banned):
 
     Logits exist only for positions that predict response tokens, 1024 rows at a time, anew in backward.
     """
-    blind = torch.zeros((), device=pack["input_ids"].device)
-    if not pack["vision"] and dist.is_initialized() and dist.get_world_size() > 1:
-        blind = one_blank_patch(model)  # its collectives must match those of processes that have clips
+    blind = sum(one_blank_patch(model) for _ in range(pack["blanks"]))
     hidden = model.model(
         input_ids=pack["input_ids"], position_ids=pack["position_ids"], attention_mask=None, use_cache=False,
         mm_token_type_ids=pack["mm_token_type_ids"], **pack["vision"], **pack["attention"]).last_hidden_state
@@ -513,13 +512,15 @@ def packed_logprobs(model, pack, temperature, banned):
 LOGITS_ROWS = 1024  # of (rows, V) logits alive at a time
 
 def one_blank_patch(model):
-    """Zero, with the vision tower in its graph: the smallest image (2 x 2 patches) times nothing."""
+    """Zero, with all of the vision tower in its graph: the smallest image (2 x 2 patches) times nothing."""
     vision = model.config.vision_config
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     device = model.lm_head.weight.device
     pixels = torch.zeros(vision.spatial_merge_size**2, channels, device=device, dtype=compute_dtype(device))
     grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]], device=device)
-    return model.model.visual(pixels, grid_thw=grid).pooler_output.sum() * 0
+    out = model.model.visual(pixels, grid_thw=grid)
+    # FSDP reduces what has gradients: a part left out here would differ in size from those that saw a clip
+    return sum(x.sum() for x in [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]) * 0
 
 # ---------------------------------------------------------------------------------------- packing
 
@@ -657,9 +658,14 @@ def packed_passes(run, model, groups, part=0):
     every = cfg.entropy_bonus or cfg.kl == "loss" or cfg.offline == "sft"
     learning = [g for g in groups if every or g.advantages is None or any(a.any() for a in g.advantages)]
     packs = make_packs(learning, cfg.max_tokens_per_pack, run.recurrent)
-    for i in range(max(gather(len(packs)))):
-        contents = packs[i] if i < len(packs) else []
+    # the tower runs once for the images of a pack and once for its clips, so these passes must match, too
+    kinds = [{kind for g, _ in contents for kind in ("images", "videos") if getattr(g.media, kind)}
+             for contents in packs]
+    everyone = gather(kinds)
+    for i in range(max(map(len, everyone))):
+        contents, mine = (packs[i], kinds[i]) if i < len(packs) else ([], set())
         pack = build_pack(contents, run.vision, run.device) if contents else dummy_pack(run.device)
+        pack["blanks"] = len(set().union(*(theirs[i] for theirs in everyone if i < len(theirs))) - mine)
         # packs are the same in every pass over a part, unless advantages were computed in between
         model.model.visual.pack_key = (part, i, itertools.count()) if cfg.kl != "reward" else None
         yield contents, pack, *model(pack, cfg.temperature, run.banned)
@@ -1072,6 +1078,9 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
         elif cfg.offline != "off" and record.get("has_offline_trajectory") and rank == 0:
             print(f"{record['where']}: offline_output is over max_response_length; not used", file=sys.stderr)
     layers = getattr(model_config.get_text_config(), "layer_types", None) or ()
+    if "sliding_attention" in layers:
+        raise DataError(f"model {cfg.model}: its config.json asks for sliding-window attention, which "
+                        "the packed forward does not have; set use_sliding_window to false")
     recurrent = any("attention" not in kind or "linear" in kind for kind in layers)
     if recurrent and rank == 0:
         print("recurrent layers: each response is forwarded with its own prompt", file=sys.stderr)

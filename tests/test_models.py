@@ -3,7 +3,9 @@ forwards, and vLLM's answers against the trainer before and after weights change
 """
 
 import contextlib
+import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ import train_grpo
 import video_io
 
 CLASSES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
-ENGINES = CLASSES[:3]
 TEXT = dict(hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=4096)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -178,9 +179,14 @@ def gaps(run, engine, model, groups):
     return gap.mean().item(), gap.max().item()
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_engine_agrees_with_the_trainer_and_follows_each_sync(prepared, name):
+    """In float32 but for Qwen3.5, whose recurrent layers vLLM's CPU build computes in bfloat16 alone."""
     run, groups = prepared(name)
+
+    def agree(mean, largest):
+        return mean < 0.04 if name == "qwen3_5" else largest < 1e-4
+
     for group in groups:
         group.advantages = None  # so that no group is left out
     model = train_grpo.load_policy(run.cfg, run.device)
@@ -188,7 +194,7 @@ def test_engine_agrees_with_the_trainer_and_follows_each_sync(prepared, name):
     assert old == (name in ("qwen2_vl", "qwen2_5_vl"))  # stored under other names than the model's
     engine = rollout.Engine(run.cfg.model, dtype="float32", max_model_len=512, banned=run.banned.tolist())
     with contextlib.closing(engine):
-        assert gaps(run, engine, model, groups)[1] < 1e-4
+        assert agree(*gaps(run, engine, model, groups))
         for part in ("visual.blocks.0.", "visual.merger.", "model.layers.0.", "model.layers.1."):
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
@@ -197,6 +203,18 @@ def test_engine_agrees_with_the_trainer_and_follows_each_sync(prepared, name):
             engine.reset_caches()
             assert gaps(run, engine, model, groups[:1])[0] > 0.1  # the change shows
             engine.sync(model.named_parameters())
-            assert gaps(run, engine, model, groups)[1] < 1e-4
+            assert agree(*gaps(run, engine, model, groups))
         with pytest.raises(RuntimeError, match="1 names were not sent"):
             engine.sync(item for item in model.named_parameters() if "patch_embed.proj.weight" not in item[0])
+
+
+def test_sliding_windows_are_refused(prepared, tmp_path):
+    run, _ = prepared("qwen2_vl")
+    folder = tmp_path / "sliding"
+    shutil.copytree(run.cfg.model, folder)
+    values = json.loads((folder / "config.json").read_text())
+    values["text_config"].update(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    del values["text_config"]["layer_types"]
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(video_io.DataError, match="sliding-window"):
+        train_grpo.prepare(dataclasses.replace(run.cfg, model=str(folder)))
