@@ -1177,7 +1177,8 @@ def main(cfg):
         waiting = [(dict(r, position=row["position"], stale=True), run.loader.submit(r)) for row in rows
                    for r in [record_at(row["position"], train, cfg.seed)]]
         run.surplus, lost = run.prompter.groups(waiting)
-        for group, row in zip(run.surplus, rows, strict=True):
+        for group in run.surplus:
+            row = next(row for row in rows if row["position"] == group.record["position"])
             group.responses, group.scores = [rollout.Response(**r) for r in row["responses"]], row["scores"]
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))  # pre-emption: save after this step, exit 0
 

@@ -29,9 +29,9 @@ SMALL = [f"--{name.replace('_', '-')}={value}" for name, value in dict(MEDIA, ma
 SMALL += ["--prompt-form=direct", "--max-prompt-length=1024", "--max-tokens=24", "--decode-workers=1"]
 
 
-def command(*args, launcher=(sys.executable,), **options):
-    words = [*launcher, str(ROOT / "evaluate.py"), *map(str, args)]
-    return subprocess.run(words, capture_output=True, text=True, **options)
+def command(*args):
+    words = [sys.executable, str(ROOT / "evaluate.py"), *map(str, args)]
+    return subprocess.run(words, capture_output=True, text=True)
 
 
 def read(path):
@@ -748,24 +748,22 @@ def test_another_clip_behind_the_same_path_is_answered_again(data, evaluated, to
 
 
 def test_processes_share_the_clips_and_answers_are_drawn_several_times(data, tmp_path):
-    launcher = [
-        "accelerate",
-        "launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
     rows = read(data / "data.jsonl")[:10]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows + rows[:2]))
     words = ["run", "--model", data / "model", "--data", tmp_path / "data.jsonl", "--n", "2", "--out"]
-    done = command(*words, tmp_path / "out", launcher=launcher, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    two = [  # as a launcher starts them
+        subprocess.Popen(
+            [sys.executable, ROOT / "evaluate.py", *map(str, words), tmp_path / "out"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in "01"
+    ]
+    for process in two:
+        errors = process.communicate(timeout=900)[1]
+        assert process.returncode == 0, errors[-3000:]
     shared = read(tmp_path / "out/samples.jsonl")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "result.json",

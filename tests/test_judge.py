@@ -16,7 +16,6 @@ import pytest
 import judge
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = ROOT.parent / "shared/cases/scoring_cases.jsonl"
 
 
 # ---------------------------------------------------------------------------------------- a server
@@ -250,16 +249,6 @@ def test_a_half_written_last_line_is_left_out(folder, serve, monkeypatch, capsys
     ("Judgement: 1 or Judgement: 0", None), ("Score: 0 (out of 1)", None)])
 def test_a_verdict_is_read_or_refused(text, verdict):
     assert judge.parse_verdict(text) is verdict
-
-
-def test_verdicts_of_the_shared_cases_are_read():
-    if not CASES.exists():
-        pytest.skip(f"{CASES} is not there")
-    cases = [case for case in map(json.loads, CASES.open()) if case["problem_type"] == "judge verdict"]
-    assert len(cases) > 4
-    for case in cases:
-        expected = {"0": False, "1": True, "invalid": None}[case["ground_truth"]]
-        assert judge.parse_verdict(case["response"]) is expected, case["why"]
 
 
 def test_what_is_no_verdict_is_asked_again_and_then_counted_not_guessed(folder, serve, monkeypatch, capsys):

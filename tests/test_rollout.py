@@ -164,24 +164,6 @@ def test_sync_refuses_an_incomplete_set_of_weights(world):
     assert gap(world) < 1e-4
 
 
-def test_sync_without_the_encoder_reset_fails_or_sees_with_old_eyes(toy, world, monkeypatch):
-    """In an engine of its own: the failed request leaves it unusable."""
-    _, model, run, groups = world
-    engine = new_engine(toy, run)
-    engine.sync(model.named_parameters())
-    lonely = (engine, model, run, groups[:1])
-    assert gap(lonely) < 1e-4
-    perturb(model, VISION)
-    monkeypatch.setattr(engine.vllm, "reset_encoder_cache", lambda: None)
-    engine.sync(model.named_parameters())
-    try:
-        stale = gap(lonely)
-    except RuntimeError as e:
-        assert "Encoder cache miss" in str(e)
-    else:
-        assert stale > 1e-3
-
-
 def test_priming_computes_a_prompt_once_and_samples_what_plain_n_samples(world, monkeypatch):
     engine, *_, groups = world
     cached, take = [], engine._take
@@ -386,6 +368,24 @@ def test_frames_that_wait_for_answers_keep_within_the_bound(world):
     assert sorted(seen) == list(range(12)) and 1 < most[0] <= 4  # three wait, one has just been answered
 
 
+def test_sync_without_the_encoder_reset_fails_or_sees_with_old_eyes(toy, world, monkeypatch):
+    """In an engine of its own: the failed request leaves it unusable."""
+    _, model, run, groups = world
+    engine = new_engine(toy, run)
+    engine.sync(model.named_parameters())
+    lonely = (engine, model, run, groups[:1])
+    assert gap(lonely) < 1e-4
+    perturb(model, VISION)
+    monkeypatch.setattr(engine.vllm, "reset_encoder_cache", lambda: None)
+    engine.sync(model.named_parameters())
+    try:
+        stale = gap(lonely)
+    except RuntimeError as e:
+        assert "Encoder cache miss" in str(e)
+    else:
+        assert stale > 1e-3
+
+
 def command(toy, out, *more):
     return ["python", str(ROOT / "rollout.py"), "--model", str(toy / "model"), "--data",
             str(toy / "train.jsonl"), "--n", "3", "--out", str(out), "--prompt-form", "direct", "--max-tokens", "12",
@@ -456,7 +456,7 @@ def test_the_command_counts_clips_that_fail_and_names_bad_input(toy, tmp_path):
                                        capture_output=True, text=True)
     done = run("--data", str(data))
     assert done.returncode == 0 and "n_ok 3 + n_failed 1 = n_total 4" in done.stdout, done.stderr[-2000:]
-    assert "few.jsonl:1: " in done.stdout and "broken.mp4" in done.stdout
+    assert f"few.jsonl:{rows.index(bad) + 1}: " in done.stdout and "broken.mp4" in done.stdout
     for word, *more in (("no.jsonl", "--data", "no.jsonl"), ("r.jsonl/x", "--out", str(tmp_path / "r.jsonl/x"))):
         wrong = run(*more)
         assert wrong.returncode == 2 and word in wrong.stderr and wrong.stderr.count("\n") == 1, wrong.stderr

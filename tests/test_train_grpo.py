@@ -512,7 +512,7 @@ def test_validation_evaluate_and_plain_generate_agree_answer_by_answer(toy, trai
     cfg = train_grpo.load_config(run / "config.json")
     part, _, val = train_grpo.prepare(dataclasses.replace(cfg, decode_workers=0))
     model = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32)
-    groups, _ = part.prompter.groups(train_grpo.submit(part, val[::7]))
+    groups, _ = part.prompter.groups([(r, part.loader.submit(r)) for r in val[::7]])
     for group in groups:
         inputs = hf_inputs(part, group)
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=cfg.max_response_length)
