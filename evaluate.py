@@ -463,17 +463,6 @@ def answer_all(todo, engine, prompters, loaders, scorer, sampling, queue_bytes, 
         writing.result()
         write(batch)
 
-def launched():
-    """(rank, processes).  Each of a launcher's processes works for itself: its vLLM must see one GPU and no
-    launcher."""
-    rank, world, local = (int(os.environ.pop(name, default)) for name, default in (
-        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    if world > 1:
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(local + 1)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local]
-    return rank, world
-
 def run(args):
     import torch
     from transformers import AutoConfig

@@ -515,14 +515,18 @@ def best_response(row):
     top = max(right, key=lambda i: (scores[i]["overall"], -row["tokens"][i]), default=None)
     return None if top is None else row["responses"][top]
 
-def main(args):
-    # Each process of a launcher works for itself: its vLLM must see one GPU and no launcher.
+def launched():
+    """(rank, processes).  A launcher's processes work apart: their vLLMs must see one GPU and no launcher."""
     rank, world, local = (int(os.environ.pop(name, default)) for name, default in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if world > 1:
         devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(local + 1)))
         os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local]
+    return rank, world
+
+def main(args):
+    rank, world = launched()
     model, out, prompts = model_folder(args.model), Path(args.out), video_io.load_prompts()
     records = video_io.load_records(args.data, args.data_root, prompts, rewards.check_record)
     names = ["model", "n", "temperature", "max_tokens", "max_prompt_length", "prompt_form", "seed", *MEDIA]

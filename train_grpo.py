@@ -1059,17 +1059,20 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     cfg.model = rollout.model_folder(cfg.model)
     processor = video_io.load_processor(cfg.model)
     model_config = AutoConfig.from_pretrained(cfg.model)
-    loaders, prompters = [], []
-    for c in (cfg, dataclasses.replace(cfg, **cfg.val)):
+
+    def reader(cfg):
         spec = video_io.media_spec(
-            model_config, fps=c.fps, min_frames=c.min_frames, max_frames=c.max_frames,
-            min_pixels=c.min_pixels or None, max_pixels=c.max_pixels, total_pixels=c.total_pixels or None,
-            image_max_pixels=c.image_max_pixels, timestamps=c.timestamps)
-        loaders.append(loaders[0] if loaders and spec == loaders[0].spec else video_io.MediaLoader(
-            spec, workers=c.decode_workers, cache_dir=c.cache_dir or None))
-        prompters.append(rollout.Prompter(processor, model_config, prompts, c.prompt_form,
-                                          c.system_prompt or None, c.max_prompt_length))
-    train, val = (usable(*args, cfg) for args in zip((train, val), loaders, prompters))
+            model_config, fps=cfg.fps, min_frames=cfg.min_frames, max_frames=cfg.max_frames,
+            min_pixels=cfg.min_pixels or None, max_pixels=cfg.max_pixels,
+            total_pixels=cfg.total_pixels or None, image_max_pixels=cfg.image_max_pixels,
+            timestamps=cfg.timestamps)
+        loader = video_io.MediaLoader(spec, workers=cfg.decode_workers, cache_dir=cfg.cache_dir or None)
+        return loader, rollout.Prompter(processor, model_config, prompts, cfg.prompt_form,
+                                        cfg.system_prompt or None, cfg.max_prompt_length)
+
+    loader, prompter = reader(cfg)
+    val_loader, val_prompter = reader(dataclasses.replace(cfg, **cfg.val)) if cfg.val else (loader, prompter)
+    train, val = usable(train, loader, prompter, cfg), usable(val, val_loader, val_prompter, cfg)
     banned = video_io.vision_token_ids(model_config)
     for record in train:
         if offline := offline_response(cfg, record, processor.tokenizer):
@@ -1084,8 +1087,8 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     recurrent = any("attention" not in kind or "linear" in kind for kind in layers)
     if recurrent and rank == 0:
         print("recurrent layers: each response is forwarded with its own prompt", file=sys.stderr)
-    return Run(cfg, rank, world, device, *prompters, *loaders, torch.tensor(banned, device=device),
-               rewards.Scorer(settings), recurrent), train, val
+    return Run(cfg, rank, world, device, prompter, val_prompter, loader, val_loader,
+               torch.tensor(banned, device=device), rewards.Scorer(settings), recurrent), train, val
 
 def usable(records, loader, prompter, cfg):
     """Open every clip once and count its tokens, without decoding.  What cannot be used stops the run, or is

@@ -20,7 +20,8 @@ OURS = {  # script: (what of ours it may import, most lines of code, comments an
     "judge": (set(), 250),
     "merge": (set(), 150),
 }
-OVER = {"video_io": 912, "rewards": 594, "rollout": 512, "evaluate": 702, "train_grpo": 1180}  # not yet within their budgets
+# not yet within their budgets: these numbers only go down
+OVER = {"video_io": 910, "rewards": 594, "rollout": 512, "evaluate": 692, "train_grpo": 1175}
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 README = (ROOT / "README.md").read_text()
 
@@ -82,7 +83,7 @@ def test_training_config_stays_small():
     assert len(fields) <= 85
     source = (ROOT / "train_grpo.py").read_text()
     for f in fields:
-        assert len(re.findall(rf"\bc(?:fg)?\.{f.name}\b|\"{f.name}\"", source)) > 0, f"Config.{f.name} is never read"
+        assert len(re.findall(rf"\bcfg\.{f.name}\b|\"{f.name}\"", source)) > 0, f"Config.{f.name} is never read"
 
 
 @pytest.mark.parametrize("config", sorted(p.name for p in ROOT.glob("configs/*.yaml")

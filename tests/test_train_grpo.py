@@ -398,6 +398,18 @@ def test_the_best_checkpoint_is_kept(trained):
     assert (trained[0] / f"checkpoints/step_{best:06d}/dcp/.metadata").exists()
 
 
+def test_old_checkpoints_go_but_the_newest_and_the_best_stay(toy, tmp_path):
+    run, *_ = train_grpo.prepare(config(toy, output=str(tmp_path), keep=2))
+    folder = tmp_path / "checkpoints"
+    for step in range(1, 6):
+        made = folder / f".step_{step:06d}.tmp"
+        made.mkdir(parents=True)
+        run.saving = None, made, folder / f"step_{step:06d}", dict(best=[0.5, 2])
+        train_grpo.finish_save(run)
+    assert sorted(p.name for p in folder.iterdir()) == ["best", "latest", "step_000002", "step_000004", "step_000005"]
+    assert (folder / "latest").read_text() == "step_000005" and (folder / "best").read_text() == "step_000002"
+
+
 def test_a_dry_run_shows_the_plan_and_trains_nothing(toy, tmp_path, capsys):
     cfg = config(toy, output=str(tmp_path / "dry"), dry_run=True)
     train_grpo.main(cfg)
@@ -487,8 +499,8 @@ def test_a_run_folder_says_what_ran_and_what_came_of_it(toy, trained):
     assert metrics[1]["reward"] == pytest.approx(sum(r["overall"] for r in rows) / len(rows))
     assert metrics[1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in rows) / len(rows))
     assert all(m["logprob_gap_max"] < 1e-4 for m in metrics if "loss" in m)  # float32: every sync arrived
-    assert {"step_000002", "step_000004", "step_000006"} - {"step_000002"} <= {
-        p.name for p in (run / "checkpoints").glob("step_*")}
+    assert sorted(p.name for p in (run / "checkpoints").glob("step_*")) == [
+        "step_000002", "step_000003", "step_000004", "step_000006"]  # 3: the first validation is the best so far
     n_val = sum(1 for _ in open(toy / "val.jsonl"))
     for step in (0, 3, 6):
         answers = [json.loads(line) for line in open(run / f"validation/step_{step:06d}.jsonl")]
