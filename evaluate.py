@@ -467,7 +467,7 @@ def run(args):
     import torch
     from transformers import AutoConfig
 
-    (rank, world), model = launched(), rollout.model_folder(args.model)
+    (rank, world), model = rollout.launched(), rollout.model_folder(args.model)
     processor, config = video_io.load_processor(model), AutoConfig.from_pretrained(model)
     tasks, problems = load_tasks(args, model, config)
     temperature = float(args.n > 1) if args.temperature is None else args.temperature
