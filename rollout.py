@@ -135,11 +135,13 @@ class Engine:
     sleep_level: of sleep() on a GPU.  0: none, 1: weights move to host memory, 2: they are dropped.
     prime: n responses start together and each would compute the prompt; so a request for one token goes
     first, and they find the prompt in the prefix cache.  On by default on a GPU.
+    lockstep: requests enter in the order of submit, whatever decodes first: batches, and with them the last
+    bits of log-probabilities, do not depend on the machine's load.  Processes that share a model need it.
     """
 
     def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(), allowed=None,
                  max_num_seqs=128, max_num_batched_tokens=8192, clip_tokens=None, memory_share=0.5,
-                 tensor_parallel=1, eager=False, sleep_level=0, prime=None):
+                 tensor_parallel=1, eager=False, sleep_level=0, prime=None, lockstep=False):
         from transformers import AutoConfig
         from vllm import LLM
 
@@ -170,7 +172,7 @@ class Engine:
         self.weight_names = {bare(name) for name in checkpoint_names(model_dir)
                              if not name.startswith("mtp.")}  # Qwen3.5's extra layer, in neither model
         self.preparing = ThreadPoolExecutor(1)
-        self.lockstep = tensor_parallel > 1  # processes that share a model must send it the same in each step
+        self.lockstep = lockstep or tensor_parallel > 1
         self.jobs = []  # not finished, the longest prompt first
         self.prepared = []  # those of them that the thread has been given, in its order
         self.requests = {}  # {request id: (Job, "prime" | "responses" | "greedy")} in the engine
@@ -397,7 +399,7 @@ def answers(engine, prompter, waiting, n, *, queue_bytes=8 << 30, **sampling):
             item = next(waiting, None)
             more = item is not None
             decoding += [item] * more
-        arrived = [item for item in decoding if item[1].done()]
+        arrived = [item for item in decoding if engine.lockstep or item[1].done()]
         for item in arrived:
             decoding.remove(item)
             group = prompter.group(*item[:2])

@@ -1168,7 +1168,7 @@ def main(cfg):
         cfg.model, dtype=compute_dtype(run.device), seed=cfg.seed, banned=run.banned.tolist(),
         max_model_len=cfg.max_prompt_length + longest_response(cfg), max_num_seqs=cfg.engine_max_seqs,
         memory_share=cfg.engine_memory, tensor_parallel=cfg.tensor_parallel, eager=cfg.eager,
-        sleep_level=cfg.sleep_level)
+        sleep_level=cfg.sleep_level, lockstep=run.device.type == "cpu")  # a resumed run repeats every bit
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     if state["step"] or cfg.init_from:
         run.engine.sync(full_parameters(model))

@@ -679,12 +679,13 @@ def test_no_worker_outlives_a_killed_parent_or_a_close(clips, wild_decord):
     parent.wait()
     assert len(workers) == 1
     until(lambda: not os.path.exists(f"/proc/{workers[0]}"))
+    before = children(os.getpid())  # of other tests
     loader = MediaLoader(SMALL, 1, cache_dir=wild_decord / "c", bad_file=wild_decord / "bad.jsonl")
     (wild_decord / "reached").unlink()
     future = loader.submit(record_of(hung))
     until((wild_decord / "reached").exists)
     loader.close()
-    assert future.done() and not children(os.getpid()) and loader.n_bad == 0
+    assert future.done() and set(children(os.getpid())) <= set(before) and loader.n_bad == 0
     assert not (wild_decord / "bad.jsonl").exists() and not list((wild_decord / "c").rglob("*.*"))  # no clip is to blame
 
 
