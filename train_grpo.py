@@ -10,7 +10,7 @@ Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run f
     validation/step_000010.jsonl           every validation answer
     checkpoints/step_000100/ + latest      sharded weights and optimizer; the same command goes on from there
 
-How it learns (fields of Config choose; configs/algorithms.yaml has the published combinations as `algo:`):
+How it learns (fields of configs/fields.yaml choose, configs/algorithms.yaml has the published combinations):
 1. Advantages per group or over the batch of all processes; std with ddof 1, eps 1e-6 (arXiv 2402.03300).
 2. The loss is a mean over the optimizer batch of all processes: micro-batching never changes the result.
 3. One forward for the n answers of a prompt: [prompt, answer 1 ... answer n] is one sequence in which every
@@ -22,30 +22,14 @@ How it learns (fields of Config choose; configs/algorithms.yaml has the publishe
 Shapes: P prompt tokens, R response tokens of a pack, T packed tokens, n responses of a group, V vocabulary.
 """
 
-import argparse
-import contextlib
-import dataclasses
-import datetime
-import difflib
-import functools
-import hashlib
-import importlib.metadata
-import itertools
-import json
-import math
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
+import argparse, contextlib, copy, dataclasses, datetime, difflib, functools, hashlib, itertools, json, math
+import importlib.metadata, os, shutil, signal, subprocess, sys, time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
 
+import jsonschema
 import numpy as np
-import pydantic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -60,117 +44,13 @@ import rollout
 import video_io
 from video_io import DataError
 
-Count = Annotated[int, pydantic.Field(strict=True, ge=1)]
-Index = Annotated[int, pydantic.Field(strict=True, ge=0)]
-Amount = Annotated[float, pydantic.Field(ge=0)]
-Share = Annotated[float, pydantic.Field(ge=0, le=1)]
-Flag = Annotated[bool, pydantic.Field(strict=True)]
-
-@dataclass
-class Config:
-    # what to train, on what
-    model: str = ""                    # Hugging Face folder (config, safetensors, processor) or Hub name
-    init_from: str = ""                # checkpoint folder (.../step_000100): start from its weights alone
-    train_files: list = field(default_factory=list)  # JSON, JSONL or parquet records
-    val_files: list = field(default_factory=list)
-    data_root: str = ""                # media paths are relative to this; empty: to the record's file
-    output: str = "runs/grpo"          # run folder
-    prompts: str = ""                  # YAML of instructions per problem type; empty: configs/prompts.yaml
-    prompt_form: Literal["reason", "direct"] = "reason"  # which instruction of that file
-    system_prompt: str = ""
-    on_bad_media: Literal["stop", "drop"] = "stop"  # clips that cannot be opened when the run starts
-    dry_run: Flag = False              # print the plan, an estimate of memory and one sample, then stop
-    # how clips become frames
-    fps: Annotated[float, pydantic.Field(gt=0)] = 2.0  # sampled frames per second of clip
-    min_frames: Count = 4
-    max_frames: Count = 128
-    min_pixels: Index = 0              # per frame; 0: library default
-    max_pixels: Count = 262144         # per frame
-    total_pixels: Index = 0            # per clip, after merging frame pairs; 0: library default
-    image_max_pixels: Count = 1048576
-    timestamps: Literal["segment", "source"] = "segment"  # what time 0 is when a record has video_start
-    cache_dir: str = ""                # frame cache; empty: decode every time
-    decode_workers: Index = 2          # processes; 0: decode in the training process, without a timeout
-    prefetch_bytes: Count = 8 << 30    # of frames decoded ahead for the next step, per process
-    # rollout
-    prompts_per_step: Count = 32       # groups of one optimizer batch, over all processes
-    n: Annotated[int, pydantic.Field(strict=True, ge=2)] = 8  # responses per prompt
-    max_prompt_length: Count = 16384   # tokens, frames included; longer prompts are dropped, never cut
-    max_response_length: Count = 2048  # tokens
-    temperature: Amount = 1.0
-    top_p: Share = 1.0
-    top_k: int = -1                    # -1: off
-    min_p: Share = 0.0
-    engine_memory: Share = 0.5         # share of a GPU that vLLM may take
-    engine_max_seqs: Count = 128       # sequences decoded side by side
-    tensor_parallel: Count = 1         # processes that share one engine
-    eager: Flag = False                # no CUDA graphs
-    sleep_level: Literal[0, 1, 2] = 0  # 0: the engine keeps its memory; 1, 2: gives it back during updates
-    # rewards
-    format_weight: Share = 0.1         # the rest of 1 is the weight of accuracy
-    reward: str = ""                   # path/to/file.py:function in place of rewards.py's rules
-    on_reward_error: Literal["stop", "zero"] = "stop"  # when that function raises
-    allow_code_execution: Flag = False  # run the tests of code records (configs/sandbox.py)
-    overlong_buffer: Index = 0         # tokens before the limit over which the reward falls by up to 1 (DAPO)
-    mask_truncated: Flag = False       # responses cut at the limit train nothing
-    # algorithm
-    algo: str = ""                     # entry of configs/algorithms.yaml; fields given beside it win
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gdpo",
-                       "grpo_passk"] = "grpo"
-    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo"] = "ppo"
-    aggregate: Literal["token", "sequence", "constant"] = "token"  # what the loss is a mean over
-    clip_low: Share = 0.2
-    clip_high: Amount = 0.28
-    dual_clip: Amount = 0.0            # above 1: bound of -loss/advantage where that is negative; 0: off
-    cispo_cap: Amount = 5.0            # from 1: upper bound of CISPO's ratio; 0: clip_low and clip_high
-    importance: Literal["token", "sequence", "off"] = "token"  # engine-trainer mismatch: truncate or mask
-    importance_cap: Annotated[float, pydantic.Field(gt=1)] = 2.0  # of the ratio of a token, or of a response
-    entropy_bonus: Amount = 0.0        # times the mean entropy of response tokens, subtracted from the loss
-    kl: Literal["off", "loss", "reward"] = "off"  # penalty for leaving the model that training started from
-    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
-    kl_coef: Amount = 1e-3
-    kl_target: Amount = 0.0            # above 0: the coefficient is steered towards this KL
-    max_refills: Index = 0             # above 0: dynamic sampling, drop groups without spread and sample more
-    filter_key: str = "accuracy"       # the score in which it looks for spread
-    offline: Literal["off", "on_policy", "luffy", "sft"] = "off"  # use of records' offline_output
-    offline_weight: Amount = 1.0       # of the loss of offline tokens
-    offline_threshold: Share = 0.0     # least reward of an offline trajectory
-    # optimizer
-    steps: Count = 200
-    lr: Amount = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warmup
-    warmup_steps: Index = 0
-    weight_decay: Amount = 0.01
-    beta2: Share = 0.999
-    max_grad_norm: Amount = 1.0
-    updates_per_rollout: Count = 1     # parts of a rollout batch, an optimizer step on each
-    ppo_epochs: Count = 1              # times over all parts
-    # memory
-    max_tokens_per_pack: Count = 32768  # packed tokens of one forward
-    gradient_checkpointing: Share = 1.0  # share of layers that are recomputed in the backward
-    freeze_vision: Flag = False
-    shard_size: Index = 0              # processes that share one copy of the weights; 0: all
-    cpu_offload: Flag = False          # weights and optimizer state wait in host memory
-    compile: Flag = False              # torch.compile of the decoder layers
-    # validation, checkpoints, logs
-    val_every: Index = 50              # steps; 0: only before and after training
-    val: dict = field(default_factory=dict)  # fields with other values in validation: {max_frames: 256, ...}
-    save_every: Index = 50             # steps; 0: only at the end
-    async_save: Flag = False           # write checkpoints while training goes on
-    keep: Count = 2                    # newest checkpoints kept, and the best one
-    resume: Literal["auto", "never", "force"] = "auto"  # force: although config or data have changed
-    log_rollouts_every: Index = 10     # steps; 0: never
-    trackers: list = field(default_factory=list)  # tensorboard, wandb, trackio, mlflow, swanlab
-    seed: Index = 0
-
 # ---------------------------------------------------------------------------------------- config
 
-MAY_CHANGE = set("""output dry_run cache_dir decode_workers prefetch_bytes engine_memory engine_max_seqs
-    eager sleep_level steps gradient_checkpointing shard_size
-    max_tokens_per_pack cpu_offload compile val_files val_every val save_every async_save keep resume
-    log_rollouts_every trackers allow_code_execution tensor_parallel init_from""".split())  # in a resumed run
-IN_VALIDATION = set("""fps min_frames max_frames min_pixels max_pixels total_pixels image_max_pixels
-    temperature top_p top_k min_p max_response_length prompt_form""".split())
+FIELDS = yaml.safe_load((Path(__file__).parent / "configs/fields.yaml").read_text())  # {name: schema}
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+Config = dataclasses.make_dataclass("Config", [
+    (name, type(f["default"]), field(default_factory=functools.partial(copy.copy, f["default"])))
+    for name, f in FIELDS.items()])
 
 def load_config(path, overrides=()):
     """YAML file plus `key=value` words, values in YAML.  Whatever is wrong raises DataError in one line."""
@@ -179,9 +59,8 @@ def load_config(path, overrides=()):
         values.update((word.partition("=")[0], yaml.safe_load(word.partition("=")[2])) for word in overrides)
     except OSError as e:
         raise DataError(f"{path}: cannot read the config ({e.strerror}); try configs/toy.yaml")
-    except (yaml.YAMLError, AttributeError) as e:
+    except (yaml.YAMLError, AttributeError, ValueError) as e:
         raise DataError(f"{path}: not `key: value` lines of YAML: {' '.join(str(e).split())}")
-    types = {f.name: f.type for f in dataclasses.fields(Config)}
     if algo := values.get("algo"):
         algorithms = yaml.safe_load((Path(__file__).parent / "configs/algorithms.yaml").read_text())
         if algo not in algorithms:
@@ -189,22 +68,35 @@ def load_config(path, overrides=()):
         values = {**algorithms[algo], **values}
         if os.environ.get("RANK", "0") == "0":
             print(f"algo {algo}: " + ", ".join(f"{k} {values[k]}" for k in algorithms[algo]), file=sys.stderr)
-    for key, value in values.items():
-        if key not in types:
-            near = difflib.get_close_matches(str(key), types, n=3, cutoff=0.5) or ["a field of Config"]
-            raise DataError(f"{path}: unknown key {key!r}; did you mean {' or '.join(near)}?")
-        if types[key] is list and isinstance(value, str):
-            values[key] = [value]
-    try:
-        cfg = pydantic.TypeAdapter(Config).validate_python(values)
-        if set(cfg.val) - IN_VALIDATION:
-            raise DataError(f"{path}: val is {cfg.val}; it may hold {', '.join(sorted(IN_VALIDATION))}")
-        pydantic.TypeAdapter(Config).validate_python({**values, **cfg.val})
-    except pydantic.ValidationError as e:
-        error = e.errors()[0]
-        raise DataError(f"{path}: {error['loc'][0]} is {error['input']!r}: {error['msg']}")
+    cfg = Config(**check_fields(values, path))
+    if wrong := [key for key in cfg.val if not FIELDS.get(key, {}).get("val")]:
+        raise DataError(f"{path}: val holds {wrong[0]!r}; it may hold "
+                        f"{', '.join(key for key, f in FIELDS.items() if f.get('val'))}")
+    cfg.val = check_fields(cfg.val, f"{path}: val")
     check_config(cfg, path)
     return cfg
+
+def check_fields(values, path):
+    """Values of known names, in the type of the default and within the bounds of configs/fields.yaml."""
+    checked = {}
+    for key, value in values.items():
+        if key not in FIELDS:
+            near = difflib.get_close_matches(str(key), FIELDS, n=3, cutoff=0.5) or ["a field of fields.yaml"]
+            raise DataError(f"{path}: unknown key {key!r}; did you mean {' or '.join(near)}?")
+        kind, schema = type(FIELDS[key]["default"]), FIELDS[key]
+        if kind is list and isinstance(value, str):
+            value = [value]
+        if value is False and "off" in schema.get("enum", ()):  # what YAML makes of a bare off
+            value = "off"
+        with contextlib.suppress(ValueError):
+            value = float(value) if kind is float and isinstance(value, str) else value  # YAML: 1e-6 is text
+        check = jsonschema.Draft202012Validator(dict(schema, type=JSON_TYPES[kind]))
+        if errors := list(check.iter_errors(value)):
+            raise DataError(f"{path}: {key} is {value!r}: {errors[0].message}")
+        if kind is float and not math.isfinite(value):
+            raise DataError(f"{path}: {key} is {value!r}, not a finite number")
+        checked[key] = kind(value)
+    return checked
 
 def check_config(cfg, path):
     """Checks across fields that need no file; each message names the values and the fix."""
@@ -924,7 +816,7 @@ def start_run_folder(cfg, run_folder):
     rollout.write_text(run_folder / "provenance.json", json.dumps(dict(
         command=sys.argv, python=sys.version.split()[0], packages=versions, git=git or None, device=device,
         started=time.strftime("%Y-%m-%d %H:%M:%S %z")), indent=1))
-    (run_folder / "scripts").mkdir(exist_ok=True)
+    shutil.copytree(here / "configs", run_folder / "scripts/configs", dirs_exist_ok=True)
     for script in here.glob("*.py"):
         shutil.copy(script, run_folder / "scripts")
 
@@ -1008,8 +900,8 @@ def load_checkpoint(run, model, optimizer, data):
     except (OSError, ValueError, dcp.api.CheckpointException) as e:
         raise DataError(f"{folder}: no whole checkpoint ({' '.join(str(e).split())[:200]}): {other}")
     now = dataclasses.asdict(cfg)
-    changed = [f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in sorted(now.keys() - MAY_CHANGE)
-               if before.get(key) != now[key]]
+    changed = [f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in sorted(now)
+               if before.get(key) != now[key] and not FIELDS[key].get("change")]
     changed += [f"{path} has changed" for path in data if state["data"].get(path) not in (None, data[path])]
     if changed and cfg.resume != "force":
         raise DataError(f"{folder}: this run differs from the one that it would go on with: "
@@ -1280,7 +1172,7 @@ def report(cfg, state, seconds):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="YAML file with fields of Config")
+    parser.add_argument("config", help="YAML file with fields of configs/fields.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields that win over the file")
     args = parser.parse_args()
     try:

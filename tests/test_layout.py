@@ -21,7 +21,7 @@ OURS = {  # script: (what of ours it may import, most lines of code, comments an
     "merge": (set(), 150),
 }
 # not yet within their budgets: these numbers only go down
-OVER = {"video_io": 910, "rewards": 594, "rollout": 512, "evaluate": 692, "train_grpo": 1175}
+OVER = {"video_io": 910, "rewards": 594, "rollout": 512, "evaluate": 692, "train_grpo": 1068}
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 README = (ROOT / "README.md").read_text()
 
@@ -87,7 +87,7 @@ def test_training_config_stays_small():
 
 
 @pytest.mark.parametrize("config", sorted(p.name for p in ROOT.glob("configs/*.yaml")
-                                          if "train_files" in p.read_text()))
+                                          if re.search(r"^train_files: \[", p.read_text(), re.M)))
 def test_every_training_config_is_valid(config):
     train_grpo.load_config(ROOT / "configs" / config)
 
