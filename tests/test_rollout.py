@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -29,6 +30,7 @@ def new_engine(toy, run):
 @pytest.fixture(scope="module")
 def world(toy):
     """Engine, Hugging Face model, what makes prompts, and one group without responses of each kind."""
+    torch.manual_seed(0)  # of the perturbations
     model_config = AutoConfig.from_pretrained(toy / "model")
     run = SimpleNamespace(
         loader=video_io.MediaLoader(video_io.media_spec(model_config, max_frames=8, max_pixels=4096), workers=1),
@@ -264,9 +266,14 @@ def test_stop_strings_least_lengths_and_allowed_ids(world, monkeypatch):
     engine, *_, run, groups = world
     engine.generate(groups, n=8, max_tokens=12, min_tokens=9)
     assert {len(r.ids) >= 9 for g in groups for r in g.responses} == {True}
-    engine.generate(groups, n=8, max_tokens=12, stop=["<answer>"])
-    stopped = [r for g in groups for r in g.responses if r.finish_reason == "stop" and r.ids[-1] != 2]
-    assert stopped and not any("<answer>" in r.text for r in stopped)
+    engine.generate(groups, n=8, max_tokens=12, seeds=[1, 2, 3])
+    whole = [r.text for g in groups for r in g.responses]
+    word = next(found[0] for text in whole if (found := re.search(r"(?<=[ -~]{2})[A-Za-z]{2}", text)))
+    engine.generate(groups, n=8, max_tokens=12, seeds=[1, 2, 3], stop=[word])
+    pairs = list(zip([r for g in groups for r in g.responses], whole, strict=True))
+    stopped = [(r, text) for r, text in pairs if r.finish_reason == "stop" and r.ids[-1] != 2]
+    assert stopped and all(r.text == text.partition(word)[0] for r, text in stopped)
+    assert not any(word in r.text for r, _ in pairs)
     monkeypatch.setattr(engine, "allowed", [40, 41, 42])
     engine.generate(groups, n=8, max_tokens=12)
     assert {token for g in groups for r in g.responses for token in r.ids} == {40, 41, 42}
@@ -304,6 +311,7 @@ def test_an_engine_that_dies_is_one_clear_error(world, monkeypatch):
     engine.vllm.abort_request(list(engine.requests))
     engine.requests.clear()
     engine.jobs.clear()
+    engine.prepared.clear()
     assert gap(world) < 1e-4
 
 
