@@ -189,9 +189,10 @@ def read_records(path, data_root=None, prompts=None, check=None):
     root, seen, rows = os.path.abspath(data_root or Path(path).parent), Counter(), {}
     records, problems = [], []
     kinds = {squash(kind): kind for kind in (load_prompts() if prompts is None else prompts)}
-    kinds.setdefault("caption", kinds.get("videodescription"))  # Video-MMLU's name for it
+    kinds = {"caption": kinds.get("videodescription")} | kinds  # Video-MMLU's name for it
     schema = jsonschema.Draft202012Validator(read_yaml(CONFIGS / "record.yaml"))
     rules = schema.schema["properties"]
+    kinds = {name: kind for name, kind in kinds.items() if kind}  # prompts of one's own may lack it
     rules["problem_type"]["enum"] = list(kinds.values())
     for line, row in read_rows(path):
         rows[where := f"{Path(path).name}:{line}"] = row
@@ -509,10 +510,9 @@ def read_clip(file):
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(file, framework="pt") as f:
-            clip = Clip(f.get_tensor("frames"), **{k: json.loads(v) for k, v in f.metadata().items()})
+            return Clip(f.get_tensor("frames"), **{k: json.loads(v) for k, v in f.metadata().items()})
     except (OSError, SafetensorError, TypeError, ValueError, AttributeError):
         return None
-    return clip if clip.frames.dtype == torch.uint8 and clip.frames.shape[1] == 3 else None
 
 def store(item, spec, file):
     """Decodes an item into a cache file."""

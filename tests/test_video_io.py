@@ -222,6 +222,13 @@ def test_an_odd_value_is_one_line_that_names_field_and_value(dataset, field, val
     assert line.startswith(f"d.jsonl:1: {field} is ") and "\n" not in line and len(line.split(": ")) >= 3
 
 
+@pytest.mark.parametrize("kind", ["caption", None])
+def test_prompts_without_video_description_know_no_caption(dataset, kind):
+    write_jsonl(dataset / "d.jsonl", [{"problem": "Is it?", "answer": "yes", "problem_type": kind, "videos": ["sub/flat.mp4"]}])
+    with pytest.raises(DataError, match="problem_type is .*nearest: boolean"):
+        video_io.load_records(dataset / "d.jsonl", prompts={"boolean": {"reason": "", "direct": ""}})
+
+
 def test_keys_survive_a_move_and_tell_duplicates_apart(dataset, tmp_path_factory):
     rows = [{"problem": "Is it?", "answer": a, "problem_type": "boolean", "videos": ["sub/flat.mp4"]} for a in ("yes", "yes", "no")]
     keys = [record["key"] for record in video_io.load_records(write_jsonl(dataset / "d.jsonl", rows))]
