@@ -12,29 +12,26 @@ A row is a record with `response` or `responses`, as in training's rollouts/step
     overall     the sum of these four PARTS by their weights; they stay apart for GDPO to normalise each
     prediction, method     what was read, and the rule that read it
     status      ok (accuracy > 0) | wrong (read, accuracy 0) | invalid (unreadable) | truncated (in <think>)
-A problem type is a reader (text to value, or NoAnswer) and a comparer (two values to 0..1), paired in
-configs/rewards.yaml, where their words stand too, in linear patterns. What may hang all the same (math, code,
-custom rewards) runs in a worker that is killed at the time limit.
+A problem type is a reader (text to value, or NoAnswer) and a comparer (two values to 0..1), paired beside
+their words in configs/rewards.yaml. What may hang (math, code, custom rewards) runs in killable workers.
 """
-import argparse, ast, bisect, collections, contextlib, difflib, faulthandler, functools, itertools, json
-import logging, math, os, re, resource, runpy, subprocess, sys, tempfile, time, types, unicodedata
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+import argparse, ast, bisect, collections, contextlib, dataclasses, difflib, faulthandler, functools
+import itertools, json, logging, math, os, re, resource, runpy, subprocess, sys, tempfile, types, unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rapidfuzz.distance import Indel, LCSseq, Levenshtein
+from rapidfuzz.distance import Indel, Levenshtein
 
 PARTS = ("accuracy", "format", "overlong", "repetition")     # each has its <part>_weight in RewardSettings
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RewardSettings:
     accuracy_weight: float = 0.9
     format_weight: float = 0.1
     reward: str | None = None            # "path/to/file.py:function" in place of the rules below
     on_reward_error: str = "stop"        # stop | zero, when that function raises, hangs or ends its process
     timeout_s: float = 10.0              # per response
-    allow_code_execution: bool = False   # run a record's `tests` on code answers (limits: run_test)
-    box_space: str | None = None         # of records that declare none: pixels | 0-1000 | 0-1
+    allow_code_execution: bool = False   # run a record's `tests` on code answers (limits: configs/sandbox.py)
     overlong_limit: int = 0              # tokens; 0 = no overlong penalty
     overlong_buffer: int = 0             # tokens before the limit over which the penalty grows to -1
     overlong_weight: float = 1.0
@@ -144,15 +141,14 @@ def decide(text: str, letters: dict, free: dict, weak: dict) -> tuple[str, str]:
 
 @functools.lru_cache(4096)
 def option_table(options: tuple) -> tuple[dict, dict, dict]:
-    """{letter: phrase}, {letter: pattern of its text, if unique}, {letter: pattern of the letter}, by the
-    options' own letters when every option has one and none repeats."""
+    """{letter: phrase}, {letter: pattern of unique text}, {letter: pattern of it}; own letters if unique"""
     options = [plain(str(option)) for option in options]
     own = [re.match(r"\(?([A-Z])(?:[.:)、,]|\s-)\s*(.*)", option, re.S) for option in options]
     if not all(own) or len({match[1] for match in own}) < len(own):
         own = [(option, chr(65 + i), option) for i, option in enumerate(options[:26])]
     texts = {match[1]: phrase(match[2]) for match in own}
-    count = collections.Counter(texts.values())
-    unique = [a for a in texts if count[texts[a]] == 1 and (texts[a].isdigit() or texts[a][1:])]
+    count = collections.Counter(text for text in texts.values() if text.isdigit() or text[1:])
+    unique = [a for a in texts if count[texts[a]] == 1]
     free = {a: re.compile(r"(?i)(?<![\w.])(?:(?:an?|the)\s+)?" + re.escape(texts[a]).replace("\\ ", r"\s+")
                           + r"(?!\w|[.,]\d)") for a in sorted(unique, key=lambda a: -len(texts[a]))}
     weak = {a: pattern(fill("{PRONOUN}" if a in "AI" else "{LETTER}").replace("X", a)) for a in texts}
@@ -160,10 +156,11 @@ def option_table(options: tuple) -> tuple[dict, dict, dict]:
 
 def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
     """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer."""
-    (texts, free, weak), said = option_table(tuple(record.get("options") or ())), phrase(text)
+    need(record.get("options"), "`options`, a list of texts, are missing")
+    (texts, free, weak), said = option_table(tuple(record["options"])), phrase(text)
     same = [letter for letter in texts if texts[letter] == said != ""]
-    mentions = dict(zip(texts, texts)), free, weak
-    return (same[0], "option text") if len(same) == 1 else decide(prose(text), *mentions)
+    letters = {letter: letter for letter in texts}
+    return (same[0], "option text") if len(same) == 1 else decide(prose(text), letters, free, weak)
 
 def read_label(text: str, record: dict, *_) -> tuple[str, str]:
     """yes or no; 1, 2 or tie. Binary classification also has `options`, or other labels (whole)."""
@@ -257,7 +254,7 @@ def numbers(value, scale=(1, 1)) -> list[float]:
 
 def boxes_of(value, scale) -> dict:
     """{second: (x1, y1, x2, y2)}, corners sorted. Boxes without seconds are counted from 0."""
-    if not isinstance(value, dict) or not all(re.fullmatch(r"[\d.]+", key) for key in value):
+    if not isinstance(value, dict) or not all(re.fullmatch(r"\d+(\.\d*)?", key) for key in value):
         xs = numbers(value)
         need(len(xs) % 4 == 0, "no box of four numbers")
         value = {i: xs[4 * i:4 * i + 4] for i in range(len(xs) // 4)}
@@ -265,10 +262,10 @@ def boxes_of(value, scale) -> dict:
     return {t: (*map(min, xs[:2], xs[2:]), *map(max, xs[:2], xs[2:])) if len(xs) == 4 else (0, 0, 0, 0)
             for t, xs in boxes.items()}
 
-def box_scale(record: dict, settings: RewardSettings) -> tuple[float, float]:
+def box_scale(record: dict, *_) -> tuple[float, float]:
     """Factors (x, y) from answers in 0-1000 to the gold's declared `box_space`; (1, 1) where none is."""
-    space, frame = record.get("box_space") or settings.box_space, (record.get("width"), record.get("height"))
-    size = {None: (1000, 1000), "0-1000": (1000, 1000), "0-1": (1, 1), "pixels": frame}.get(space, [None])
+    space, frame = record.get("box_space") or "0-1000", (record.get("width"), record.get("height"))
+    size = {"0-1000": (1000, 1000), "0-1": (1, 1), "pixels": frame}.get(space, [None])
     need(all(size), f"box_space {space!r}: choose 0-1000, 0-1, pixels (then give width, height)", ValueError)
     return size[0] / 1000, size[1] / 1000
 
@@ -283,9 +280,9 @@ def read_marks(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
         ranges = pattern("{RANGE}").findall(text) or pattern("{PAIR}").findall(text) or [()]
         value = list(ranges[-1]) if main == "time" else pattern("{SIGNED}").findall(text[:4000])[:99]
     fields = value if isinstance(value, dict) and {"time", "boxes"} & set(value) else {main: value}
-    points = {name: numbers(fields.get(name), scale) for name in ("positive_points", "negative_points")}
-    marks = {"time": numbers(fields.get("time")), "boxes": boxes_of(fields.get("boxes", {}), scale),
-             "mask": fields.get("mask")} | {name: list(zip(xs[::2], xs[1::2])) for name, xs in points.items()}
+    marks = {name: numbers(fields.get(name), scale) for name in ("positive_points", "negative_points")}
+    marks |= {"time": numbers(fields.get("time")), "mask": fields.get("mask"),
+              "boxes": boxes_of(fields.get("boxes", {}), scale)}
     need("temporal" not in kind or marks["time"] and len(marks["time"]) % 2 == 0, "no pair of times")
     need("temporal" in kind or marks["boxes"], "no box")
     return marks, method
@@ -319,9 +316,8 @@ def tube_iou(*marks) -> float:
     """.5 span_iou + .5 boxes_iou; span_iou alone if the gold has no box."""
     return 0.5 * span_iou(*marks) + 0.5 * boxes_iou(*marks) if marks[1]["boxes"] else span_iou(*marks)
 
-def inside(point, gold) -> bool:
+def inside(x, y, gold) -> bool:
     """In a box, or in a mask: COCO run lengths {"size": [h, w], "counts": [...]} by column, zeros first."""
-    x, y = point
     if not gold["mask"]:
         return any(box[0] <= x <= box[2] and box[1] <= y <= box[3] for box in gold["boxes"].values())
     (height, width), ends = gold["mask"]["size"], list(itertools.accumulate(gold["mask"]["counts"]))
@@ -330,13 +326,13 @@ def inside(point, gold) -> bool:
 def segment_score(prediction, gold, record, *_) -> float:
     """.5 box IoU + .25 share of positive points inside + .25 of negative points outside the gold box or mask.
     With a time in the gold (video): .3, .2, .2 and .3 exp(-|seconds off| / 2). OneThinker's weights."""
-    hits = [[inside(point, gold) == wanted for point in prediction[name]]
+    hits = [[inside(x, y, gold) == wanted for x, y in zip(prediction[name][::2], prediction[name][1::2])]
             for name, wanted in (("positive_points", True), ("negative_points", False))]
     points, box = sum(sum(hit) / max(len(hit), 1) for hit in hits), boxes_iou(prediction, gold, record)
     off = abs((prediction["time"] or [math.inf])[0] - (gold["time"] or [0])[0])
     return 0.3 * box + 0.2 * points + 0.3 * math.exp(-off / 2) if gold["time"] else 0.5 * box + 0.25 * points
 
-# ---------------------------------------------------------------- text and math
+# ---------------------------------------------------------------- text, math, code and markup
 
 def words(text: str) -> list[str]:
     """Lower-case words without outer punctuation; CJK text by character."""
@@ -362,22 +358,16 @@ def word_accuracy(prediction, gold, *_) -> float:
 def short_answer(text: str, gold: str) -> str:
     """An answer as a phrase to compare with the gold's, without "It is a" or "The answer is" in front."""
     answer = phrase(text)
-    lead = pattern("{LEAD}").match(answer)
-    return answer if answer == gold or not lead else phrase(answer[lead.end():])
-
-@functools.cache
-def rouge():
-    from rouge_score import rouge_scorer                      # loads nltk: only runs that need it wait
-    return rouge_scorer.RougeScorer(["rouge1", "rouge2"], tokenizer=types.SimpleNamespace(tokenize=words))
+    return answer if answer == gold else phrase(pattern(r"\A{LEAD}").sub("", answer))
 
 def text_similarity(prediction, gold, *_) -> float:
     """Golds up to five words: the same phrase. Longer ones: mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L."""
-    gold_words, answer_words = words(gold), words(prediction)
-    if len(gold_words) <= 5:
+    if len(words(gold)) <= 5:
         return float(short_answer(prediction, phrase(gold)) == phrase(gold))
-    scores = rouge().score(gold, prediction)       # ROUGE-L by rapidfuzz: no table filled in Python
-    longest = 2 * LCSseq.similarity(gold_words, answer_words) / (len(gold_words) + len(answer_words))
-    return (scores["rouge1"].fmeasure + scores["rouge2"].fmeasure + longest) / 3
+    from rouge_score.rouge_scorer import RougeScorer          # loads nltk: only runs that need it wait
+    rouge = RougeScorer(["rouge1", "rouge2"], tokenizer=types.SimpleNamespace(tokenize=words))
+    longest = Indel.normalized_similarity(words(gold), words(prediction))    # ROUGE-L, quicker than theirs
+    return (longest + sum(part.fmeasure for part in rouge.score(gold, prediction).values())) / 3
 
 @functools.lru_cache(4096)
 def parsed_math(text: str) -> list:
@@ -407,40 +397,22 @@ def same_math(prediction, gold, record, _) -> float:
     from math_verify import verify
     return float(bool(p and g) and verify(g, p, timeout_seconds=None, allow_set_relation_comp=True))
 
-# ---------------------------------------------------------------- code and markup
-
-def run_test(code: str, test, limit_s: float) -> bool:
-    """Does code pass? A test is Python text run after it, or {"input": stdin, "output": stdout}. The limits
-    in configs/sandbox.py keep out accidents and cheap tricks; against attacks run it all in a container."""
-    token = os.urandom(16).hex()
-    command = [sys.executable, "-I", CONFIGS / "sandbox.py", str(math.ceil(limit_s)), token]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
-        try:                                       # on timeout, run() kills it; it could not start others
-            child = subprocess.run(command, input=json.dumps([code, test]).encode(), stdout=out, cwd=folder,
-                                   stderr=subprocess.DEVNULL, timeout=limit_s, env={})
-        except subprocess.TimeoutExpired:
-            return False
-        out.seek(0)
-        printed, ended, _ = out.read(1 << 20).decode(errors="replace").partition("\n" + token)
-    right = printed.split() == str(test["output"]).split() if isinstance(test, dict) else bool(ended)
-    return right and child.returncode == 0
-
 def fenced(text: str) -> str:
     """Inside of the last ``` block, or the text."""
-    blocks = text.split("```")
-    return re.sub(r"^[\w+-]*\n", "", blocks[-2 if len(blocks) % 2 else -1]) if len(blocks) > 1 else text
+    return (re.findall(r"```(?:[\w+-]*\n)?(.*?)(?:```|\Z)", text, re.S) or [text])[-1]
 
 def read_code(text: str, *_) -> tuple[str, str]:
-    code = fenced(text).strip().replace("\0", "")
+    code = fenced(text).replace("\0", "").encode(errors="replace").decode().strip()
     need(ast.parse(code).body, "no code")
     return code, "Python"
 
 def code_score(prediction, gold, record, settings) -> float:
     """Share of `tests` passed if allow_code_execution; else 2 LCS / sum of lengths of the syntax nodes."""
     if record.get("tests") and settings.allow_code_execution:
-        tests = [record["tests"]] if isinstance(record["tests"], (str, dict)) else record["tests"]
-        deadline = time.monotonic() + 0.8 * settings.timeout_s
-        return sum(run_test(prediction, test, deadline - time.monotonic()) for test in tests) / len(tests)
+        command = [sys.executable, "-I", CONFIGS / "sandbox.py", str(0.8 * settings.timeout_s)]
+        job = json.dumps([prediction, record["tests"]]).encode()
+        with tempfile.TemporaryDirectory() as folder:
+            return float(subprocess.check_output(command, input=job, cwd=folder, env={}))
     trees = ast.parse(prediction), ast.parse(gold)
     return Indel.normalized_similarity(*([type(node).__name__ for node in ast.walk(tree)] for tree in trees))
 
@@ -466,6 +438,8 @@ def markup_similarity(prediction, gold, *_) -> float:
 # ---------------------------------------------------------------- every type, one response
 
 MAY_HANG = ("math", "code")                        # and custom rewards: scored in workers
+UNREAD = {"accuracy": 0.0, "format": 0.0, "prediction": None}
+FAILED = UNREAD | {"status": "invalid", "failed": True}        # finish() says what failed on which record
 
 @functools.lru_cache(1024)
 def canonical(name: str) -> str:
@@ -492,16 +466,14 @@ def check_record(record: dict, settings: RewardSettings = RewardSettings()) -> N
     """ValueError (one line, ready to print) for an unknown problem type or a gold that cannot be read."""
     if settings.reward:
         return
-    unread = ""
     try:
         kind = canonical(record.get("problem_type"))
-        need(record.get("options") or kind != "multiple choice", "`options`, a list of texts, are missing")
-        box_scale(record, settings)
-        unread = f"answer {gold_text(record)[:80]!r} cannot be read as {kind}: "
+        box_scale(record)
         gold = read_gold(kind, record)
         need(kind in MAY_HANG or functions_of(kind)[1](gold, gold, record, settings), "it scores 0 itself")
-    except (ValueError, SyntaxError) as error:
-        raise ValueError(f"{place(record)}: {unread}{error}") from None
+    except (ValueError, SyntaxError, TypeError, LookupError) as error:
+        unread = f"answer {gold_text(record)[:80]!r} cannot be read as {record.get('problem_type')}: "
+        raise ValueError(f"{place(record)}: {unread if type(error) != ValueError else ''}{error}") from None
 
 def soft_overlong(length: int, limit: int, buffer: int) -> float:
     """DAPO, eq. 13: 0 up to limit - buffer tokens, then linear to -1 at the limit, -1 beyond."""
@@ -514,55 +486,41 @@ def repetition(text: str, n: int) -> float:
 
 @functools.cache
 def custom_reward(spec: str):
-    """The function that "path/to/file.py:function" names."""
+    """The function(record, response) that "path/to/file.py:function" names."""
     path, _, name = spec.rpartition(":")
     try:
         return runpy.run_path(path)[name]
     except (Exception, SystemExit) as error:      # whatever the user's file does when it is run
         raise RewardError(f"reward {spec!r}: expected path/to/file.py:function ({error!r})") from None
 
-def custom_score(record: dict, response: str, settings: RewardSettings) -> dict:
-    """The user's function(record, response): a float is the accuracy, a dict sets any field of the result."""
-    try:
-        value = custom_reward(settings.reward)(record, response)
-        value = dict(value) if isinstance(value, dict) else {"accuracy": float(value)}
-        value |= {name: float(value[name]) for name in ("overall", *PARTS) if name in value}
-        json.dumps(value, allow_nan=False)         # it must be finite, and pass between processes
-    except (Exception, SystemExit) as error:      # the user's code: finish() names it and the record
-        return {"status": "failed", "method": repr(error)}
-    accuracy = value.get("accuracy", value.get("overall", 0.0))
-    return {"accuracy": accuracy, "status": "ok" if accuracy > 0 else "wrong", "method": "custom"} | value
-
 def score_here(record: dict, response: str, settings: RewardSettings) -> dict:
     """Score in this process, without a time limit: all but what finish() adds."""
     answer, tagged, truncated = answer_region(response)
-    out = {"accuracy": 0.0, "format": float(tagged and bool(answer.strip())), "prediction": None,
-           "status": "truncated", "method": "thoughts never end"}
-    if settings.reward:
-        return out | custom_score(record, response, settings)
+    out = UNREAD | {"format": float(tagged and bool(answer.strip()))}
+    if settings.reward:                            # a float is the accuracy, a dict sets any fields
+        value = custom_reward(settings.reward)(record, response)
+        value = dict(value) if isinstance(value, dict) else {"accuracy": float(value)}
+        value |= {name: float(value[name]) for name in ("overall", *PARTS) if name in value}
+        return out | {"accuracy": value.get("overall", 0.0), "method": "custom"} | value
     if truncated:
-        return out
-    kind, scale = canonical(record["problem_type"]), box_scale(record, settings)
-    read, compare = functions_of(kind)
+        return out | {"status": "truncated", "method": "thoughts never end"}
+    read, compare = functions_of(kind := canonical(record["problem_type"]))
     try:
-        prediction, method = read(unbox(answer), record, scale)
+        prediction, method = read(unbox(answer), record, box_scale(record))
         accuracy = float(compare(prediction, read_gold(kind, record), record, settings))
-        out |= {"accuracy": accuracy, "prediction": str(prediction)[:200], "method": method,
-                "status": "ok" if accuracy > 0 else "wrong"}
     except (NoAnswer, SyntaxError, RecursionError, MemoryError) as error:
-        out |= {"status": "wrong" if isinstance(error, Hedge) else "invalid", "format": 0.5 * tagged,
-                "method": str(error) or type(error).__name__}
-    return out
+        return out | {"status": "wrong" if isinstance(error, Hedge) else "invalid", "format": 0.5 * tagged,
+                      "method": str(error) or type(error).__name__}
+    return out | {"accuracy": accuracy, "prediction": str(prediction)[:200], "method": method}
 
 def finish(out: dict, record: dict, response: str, length: int | None, settings: RewardSettings) -> dict:
-    """Adds the penalties, and `overall` where no custom reward has set it. RewardError if that has failed."""
-    if out["status"] == "failed":
-        out["status"] = "invalid"
-        if settings.reward:
-            out["method"] = f"reward {settings.reward} on {place(record)}: {out['method']}"
-            remedy = "on_reward_error: zero counts it as 0 instead"
-            need(settings.on_reward_error == "zero", f"{out['method']} ({remedy})", RewardError)
-            logging.warning("%s; scored 0", out["method"])
+    """Adds penalties, and status and `overall` where not yet set. RewardError if a custom reward failed."""
+    out = {"status": "ok" if out["accuracy"] > 0 else "wrong"} | out
+    if out.pop("failed", False) and settings.reward:
+        out["method"] = f"reward {settings.reward} on {place(record)}: {out['method']}"
+        remedy = "on_reward_error: zero counts it as 0 instead"
+        need(settings.on_reward_error == "zero", f"{out['method']} ({remedy})", RewardError)
+        logging.warning("%s; scored 0", out["method"])
     if settings.overlong_limit:
         need(length is not None, "overlong_limit is set: scoring needs the lengths in tokens", ValueError)
         out["overlong"] = soft_overlong(length, settings.overlong_limit, settings.overlong_buffer)
@@ -578,9 +536,8 @@ def score(record: dict, response: str, settings: RewardSettings | None = None, l
 # ---------------------------------------------------------------- many responses, killable workers
 
 class Scorer:
-    """Scores batches: quick types in this process, the others in workers, where a response that exceeds
-    timeout_s or ends its worker costs no other. Workers are new interpreters running this file: no GPU is
-    forked, no caller's script imported again; they end with their input, so with this process."""
+    """Scores batches: quick types here, others in workers, where a response that hangs or ends its worker
+    costs no other. Workers are new interpreters, so no GPU is forked; they end with their input, our end."""
     def __init__(self, settings: RewardSettings | None = None, workers: int = 1):
         self.settings, self.idle = settings or RewardSettings(), [None] * max(1, workers)
         self.askers = ThreadPoolExecutor(len(self.idle))       # each thread holds one worker while it asks
@@ -589,28 +546,29 @@ class Scorer:
     def ask(self, record: dict, response: str) -> dict:
         """score_here in a worker"""
         worker = self.idle.pop() or subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(asdict(self.settings))],
+            [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(vars(self.settings))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         with contextlib.suppress(BrokenPipeError):         # it has died: so it does not answer either
             print(json.dumps([record, response], default=str), file=worker.stdin, flush=True)
         line = worker.stdout.readline()
         self.idle.append(worker if line else None)
-        line or worker.communicate()
-        what = f"no result within {self.settings.timeout_s} s (exit code of the worker: {worker.returncode})"
-        failed = {"accuracy": 0.0, "format": 0.0, "prediction": None, "status": "failed", "method": what}
-        return json.loads(line) if line else failed
+        if line:
+            return json.loads(line)
+        worker.communicate()
+        timeout_s, code = self.settings.timeout_s, worker.returncode
+        return FAILED | {"method": f"no result within {timeout_s} s (exit code of the worker: {code})"}
 
     def score_many(self, records, responses, lengths=None) -> list[dict]:
         """One dict per response, in order. lengths: tokens of each response (for the overlong penalty)."""
         jobs = list(zip(records, responses, lengths or [None] * len(responses), strict=True))
-        outs = [self.askers.submit(self.ask, record, response) if self.settings.reward
-                or canonical(record["problem_type"]) in MAY_HANG else None for record, response, _ in jobs]
+        asked = {i: self.askers.submit(self.ask, record, response) for i, (record, response, _) in
+                 enumerate(jobs) if self.settings.reward or canonical(record["problem_type"]) in MAY_HANG}
         try:
-            outs = [out or score_here(*job[:2], self.settings) for out, job in zip(outs, jobs)]
-            return [finish(out.result() if isinstance(out, Future) else out, *job, self.settings)
-                    for out, job in zip(outs, jobs)]
+            here = {i: score_here(*job[:2], self.settings) for i, job in enumerate(jobs) if i not in asked}
+            outs = (here.get(i) or asked[i].result() for i in range(len(jobs)))
+            return [finish(out, *job, self.settings) for out, job in zip(outs, jobs)]
         finally:                                   # after an error, the rest need not be asked
-            [out.cancel() for out in outs if isinstance(out, Future)]
+            [future.cancel() for future in asked.values()]
 
     def close(self):
         self.askers.shutdown(cancel_futures=True)
@@ -620,7 +578,7 @@ class Scorer:
 shared_scorer = functools.cache(Scorer)
 
 def serve_jobs(settings: RewardSettings):
-    """A worker: job lines in, result lines out. What a custom reward prints goes to stderr."""
+    """A worker: job lines in, result lines out. A custom reward prints to stderr, and may use SIGALRM."""
     results, silence = os.fdopen(os.dup(1), "w"), open(os.devnull, "w")
     os.dup2(2, 1)
     if not settings.reward:
@@ -628,43 +586,43 @@ def serve_jobs(settings: RewardSettings):
     for record, response in map(json.loads, sys.stdin):
         if settings.reward or canonical(record["problem_type"]) == "math":     # slow imports are not timed
             custom_reward(settings.reward) if settings.reward else parsed_math("1")
-        # Its own thread ends the process even inside a C loop; SIGALRM is left to custom rewards.
-        faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)
-        result = score_here(record, response, settings)
+        faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)     # ends C loops too
+        try:
+            result = json.dumps(score_here(record, response, settings), allow_nan=False)
+        except (Exception, SystemExit) if settings.reward else () as error:
+            result = json.dumps(FAILED | {"method": repr(error)})
         faulthandler.cancel_dump_traceback_later()
-        print(json.dumps(result), file=results, flush=True)
+        print(result, file=results, flush=True)
 
 # ---------------------------------------------------------------- the command
 
 def read_rows(path: str, settings: RewardSettings):
     """One record per response of a responses file, checked. ValueError names the line."""
+    expected = "expected a JSON object with a text as `response` or a list of texts as `responses`"
     for number, line in enumerate(Path(path).read_text("utf-8").split("\n"), 1):     # U+2028 ends no line
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line.strip() or '{"responses": []}') | {"where": f"{path}:{number}"}
+            row = json.loads(line) | {"where": f"{path}:{number}"}
             responses = row["responses"] if "responses" in row else [row["response"]]
-            texts = isinstance(responses, list) and all(isinstance(text, str) for text in responses)
-            need(texts, f"not {json.dumps(responses)[:60]}")
+            need(isinstance(responses, list) and set(map(type, responses)) <= {str}, f"not {responses!r:.60}")
         except (ValueError, KeyError, TypeError) as error:
-            expected = "expected a JSON object with a text as `response` or a list of texts as `responses`"
             raise ValueError(f"{path}:{number}: {expected} ({error!r})") from None
-        responses and check_record(row, settings)
+        check_record(row, settings)
         yield from (row | {"response": response} for response in responses)
 
 def main():
     parser = argparse.ArgumentParser(description="Score a file of responses.")
-    parser.add_argument("file")
-    parser.add_argument("--out", help="write every response with its scores here (JSONL)")
-    parser.add_argument("--show", nargs=2, metavar=("STATUS", "N"), default=("", 0), help="print N of them")
-    parser.add_argument("--explain", type=int, nargs="?", const=1, metavar="N", help="how N was read")
-    parser.add_argument("--reward", help="path/to/file.py:function")
-    parser.add_argument("--allow-code-execution", action="store_true")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    for flag, options in vocabulary()["flags"].items():
+        parser.add_argument(flag, **options)
     args = parser.parse_args()
     settings = RewardSettings(reward=args.reward, allow_code_execution=args.allow_code_execution)
     try:
+        status, (n, explained, workers) = args.show[0], map(int, (args.show[1], args.explain, args.workers))
         rows = list(read_rows(args.file, settings))
-        rows = rows[args.explain - 1:args.explain] if args.explain else rows
-        results = Scorer(settings, args.workers).score_many(rows, [row["response"] for row in rows])
+        rows = rows[explained - 1:explained] if explained else rows
+        texts = [row["response"] for row in rows]
+        results = Scorer(settings, workers or os.cpu_count()).score_many(rows, texts)
     except (OSError, ValueError, RewardError) as error:
         sys.exit(print(error, file=sys.stderr) or 2)
     rows = [row | result for row, result in zip(rows, results)]
@@ -677,8 +635,7 @@ def main():
     if args.out:
         Path(args.out + ".tmp").write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(args.out + ".tmp", args.out)
-    shown = [row for row in rows if row["status"] == args.show[0]][:int(args.show[1])]
-    for row in rows if args.explain else shown:
+    for row in rows if explained else [row for row in rows if row["status"] == status][:n]:
         print(f"\n{row['where']} [{row.get('problem_type')}] {row['status']} {row['accuracy']:.4f}: gold "
               f"{gold_text(row)!r}, read {row['prediction']!r} ({row['method']})\n{row['response'][-600:]}")
 

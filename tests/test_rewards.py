@@ -608,6 +608,13 @@ def test_code_tests_run_by_assertion_or_by_standard_input():
     )
 
 
+def test_code_tests_are_read_as_bytes_too_and_each_has_its_own_folder():
+    asked = [{"input": "4", "output": "8"}]
+    assert run_code("import sys; print(int(sys.stdin.buffer.read()) * 2); sys.exit()", asked) == 1
+    assert run_code("print(int(open(0).read()) * 2)", asked) == 1
+    assert run_code("open('once', 'x')", ["pass", "pass", "import os; os._exit(0)", "open('../0.out')"]) == 0.5
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -667,6 +674,20 @@ def test_an_xml_bomb_is_not_expanded():
         + "]><svg>&i;</svg>"
     )
     assert accuracy("svg-code", bomb, "<svg><g/></svg>") < 1
+
+
+@pytest.mark.parametrize(
+    "kind, gold, response",
+    [
+        ("tracking", TUBE, '{"boxes": {"1.2.3": [0, 0, 10, 10]}}'),
+        ("tracking", TUBE, '{"boxes": {".": [0, 0, 10, 10]}}'),
+        ("temporal grounding", "[200, 300]", "9" * 5000 + " hundred to 3"),
+        ("code", "x = 1", "\ud800 = ("),
+    ],
+)
+def test_odd_answers_score_nothing_and_raise_nothing(kind, gold, response):
+    out = rewards.score_here({"problem_type": kind, "answer": gold}, response, rewards.RewardSettings())
+    assert out["accuracy"] == 0
 
 
 # ---------------------------------------------------------------- records
