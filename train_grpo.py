@@ -38,6 +38,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers.utils import is_flash_attn_2_available
 
 import rewards
 import rollout
@@ -88,8 +89,9 @@ def check_fields(values, path):
             value = [value]
         if value is False and "off" in schema.get("enum", ()):  # what YAML makes of a bare off
             value = "off"
-        with contextlib.suppress(ValueError):
-            value = float(value) if kind is float and isinstance(value, str) else value  # YAML: 1e-6 is text
+        if kind is float and isinstance(value, str):  # what YAML makes of 1e-6
+            with contextlib.suppress(ValueError):
+                value = float(value)
         check = jsonschema.Draft202012Validator(dict(schema, type=JSON_TYPES[kind]))
         if errors := list(check.iter_errors(value)):
             raise DataError(f"{path}: {key} is {value!r}: {errors[0].message}")
@@ -271,8 +273,11 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
     response sees the whole prompt.  flash-attn if installed, else torch's varlen kernel; on CPU sdpa.
     """
     if q.is_cuda:
-        if _flash_attn() is not None:
-            return _flash_attn()(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal)
+        if is_flash_attn_2_available():
+            from flash_attn import flash_attn_varlen_func
+
+            return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale,
+                                          causal=causal)
         from torch.nn.attention.varlen import varlen_attn  # bottom-right aligned for window (-1, 0)
 
         heads = q.shape[1] // k.shape[1]
@@ -289,14 +294,6 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
         out.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale,
                                                   enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(out)  # (Tq, H, D)
-
-@functools.cache
-def _flash_attn():
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
 
 def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, kv_index=None, cu_q=None,
                    cu_k=None, max_q=None, max_k=None, **unused):
@@ -571,6 +568,20 @@ def fill_logprobs(run, model, groups, name, part=0):
             places = [(g, j) for g, indices in contents for j in indices]
             for (group, j), values in zip(places, logprobs.cpu().split(pack["lengths"])):
                 getattr(group, name)[j] = values
+
+def check_engine(run, model, groups):
+    """The weights that sample are those that train: greedy tokens of a few prompts have the same
+    log-probabilities in engine and trainer, or RuntimeError.  Processes that share an engine skip it."""
+    if run.cfg.tensor_parallel > 1:
+        return
+    probes = [dataclasses.replace(g, responses=[], advantages=None, old_logprobs=None) for g in groups[:4]]
+    run.engine.generate(probes, temperature=0.0, max_tokens=min(64, run.cfg.max_response_length))
+    probes = [dataclasses.replace(g, greedy=g.responses[0]) for g in probes if not g.error]
+    plain = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, temperature=1.0))
+    fill_logprobs(plain, model, probes, "old_logprobs", "check")
+    if probes:
+        tolerance = 0.1 if run.device.type == "cuda" else 1e-3  # bfloat16, float32
+        rollout.self_check(probes, [g.old_logprobs[0] for g in probes], tolerance)
 
 def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
     """One optimizer step on this process's share of an optimizer batch; returns metrics of all processes.
@@ -1087,6 +1098,8 @@ def main(cfg):
         begin, last = time.perf_counter(), step + 1 == cfg.steps
         state["step"] = step + 1
         groups, asked, lost = next_batch(run, train, state, last)
+        if step == bar.initial:
+            check_engine(run, model, groups)
         run.engine.sleep()
         getattr(model.model.visual, "kept", {}).clear()
         parts = [groups[i::cfg.updates_per_rollout] for i in range(cfg.updates_per_rollout)]

@@ -329,6 +329,24 @@ def test_a_stopped_and_a_killed_run_go_on_and_end_with_the_same_weights(toy, tra
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+def test_an_engine_with_other_weights_than_the_trainer_stops_the_first_step(toy, tmp_path):
+    (tmp_path / "other.py").write_text(f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+import torch, train_grpo
+load = train_grpo.load_policy
+def other(*args, **kwargs):
+    model = load(*args, **kwargs)
+    with torch.no_grad():
+        model.model.visual.patch_embed.proj.weight.mul_(1.3)
+    return model
+train_grpo.load_policy = other
+train_grpo.main(train_grpo.load_config(sys.argv[1], sys.argv[2:]))
+""")
+    command = train_command(toy, tmp_path / "run", steps=1, val_files=[])
+    done = subprocess.run([command[0], str(tmp_path / "other.py"), *command[2:]], capture_output=True, text=True)
+    assert done.returncode == 1 and "RuntimeError: engine and trainer differ by" in done.stderr, done.stderr[-2000:]
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
 def test_host_memory_is_flat_over_sixty_steps(toy, tmp_path):
     """Kept frames would add 3 MB a step, 7 % here.  oneDNN keeps kernels for each new shape: told to keep few."""
     command = train_command(toy, tmp_path / "run", steps=60, prompts_per_step=32, n=2, max_refills=0, save_every=0,
