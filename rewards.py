@@ -158,9 +158,8 @@ def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
     """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer."""
     need(record.get("options"), "`options`, a list of texts, are missing")
     (texts, free, weak), said = option_table(tuple(record["options"])), phrase(text)
-    same = [letter for letter in texts if texts[letter] == said != ""]
-    letters = {letter: letter for letter in texts}
-    return (same[0], "option text") if len(same) == 1 else decide(prose(text), letters, free, weak)
+    hit = [letter for letter in texts if texts[letter] == said != ""]
+    return (*hit, "option text") if len(hit) == 1 else decide(prose(text), {i: i for i in texts}, free, weak)
 
 def read_label(text: str, record: dict, *_) -> tuple[str, str]:
     """yes or no; 1, 2 or tie. Binary classification also has `options`, or other labels (whole)."""
@@ -544,7 +543,6 @@ class Scorer:
         self.settings.reward and custom_reward(self.settings.reward)       # fails now rather than in a worker
 
     def ask(self, record: dict, response: str) -> dict:
-        """score_here in a worker"""
         worker = self.idle.pop() or subprocess.Popen(
             [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(vars(self.settings))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -572,8 +570,7 @@ class Scorer:
 
     def close(self):
         self.askers.shutdown(cancel_futures=True)
-        for worker in filter(None, self.idle):
-            worker.communicate()                   # its input ends, and so does it
+        [worker.communicate() for worker in self.idle if worker]           # its input ends, and so does it
 
 shared_scorer = functools.cache(Scorer)
 
@@ -581,8 +578,7 @@ def serve_jobs(settings: RewardSettings):
     """A worker: job lines in, result lines out. A custom reward prints to stderr, and may use SIGALRM."""
     results, silence = os.fdopen(os.dup(1), "w"), open(os.devnull, "w")
     os.dup2(2, 1)
-    if not settings.reward:
-        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    settings.reward or resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     for record, response in map(json.loads, sys.stdin):
         if settings.reward or canonical(record["problem_type"]) == "math":     # slow imports are not timed
             custom_reward(settings.reward) if settings.reward else parsed_math("1")
@@ -599,9 +595,8 @@ def serve_jobs(settings: RewardSettings):
 def read_rows(path: str, settings: RewardSettings):
     """One record per response of a responses file, checked. ValueError names the line."""
     expected = "expected a JSON object with a text as `response` or a list of texts as `responses`"
-    for number, line in enumerate(Path(path).read_text("utf-8").split("\n"), 1):     # U+2028 ends no line
-        if not line.strip():
-            continue
+    lines = enumerate(Path(path).read_text("utf-8").split("\n"), 1)       # U+2028 ends no line
+    for number, line in ((number, line) for number, line in lines if line.strip()):
         try:
             row = json.loads(line) | {"where": f"{path}:{number}"}
             responses = row["responses"] if "responses" in row else [row["response"]]
