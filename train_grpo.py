@@ -1091,14 +1091,14 @@ def main(cfg):
     if val and not state["step"]:
         state["validation"]["0"] = validate(run, val, 0)
         accelerator.print(f"before training: {show(state['validation']['0'])}")
-    bar = tqdm(range(state["step"], cfg.steps), initial=state["step"], total=cfg.steps, disable=run.rank > 0,
-               dynamic_ncols=True, mininterval=1.0)
+    first = state["step"]
+    bar = tqdm(range(first, cfg.steps), initial=first, total=cfg.steps, disable=run.rank > 0, dynamic_ncols=True)
     for step in bar:
         run.seconds.clear()
         begin, last = time.perf_counter(), step + 1 == cfg.steps
         state["step"] = step + 1
         groups, asked, lost = next_batch(run, train, state, last)
-        if step == bar.initial:
+        if step == first:
             check_engine(run, model, groups)
         run.engine.sleep()
         getattr(model.model.visual, "kept", {}).clear()
