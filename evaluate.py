@@ -7,46 +7,37 @@
     python evaluate.py report results/A --against results/B --training runs/mine
     python evaluate.py check lvbench --data-root DATA                  # no GPU: files, golds, prompts, hours
 
-Reads   configs/benchmarks.yaml: where benchmarks lie, how they are asked, scored; --dataset-config adds some.
-        MODEL/nanovideor1.json, written by merge.py: settings of training.  Record files are asked with all of
-        them, which repeats training's validation, benchmarks with its prompt.
-Writes  results/MODEL/NAME_f256_fps2.0_mp256k_tp32768k/ (--out: elsewhere; with one data set that very folder)
-        settings.json  what answers depend on: a folder never mixes two of these
-        samples.jsonl  one line per record: its fields, response, accuracy, status; with --n also `samples`
-        result.json    scores with 95 % intervals clustered by clip, breakdowns, counts, speed
+Reads configs/benchmarks.yaml and, of training, MODEL/nanovideor1.json (merge.py): record files are asked with
+its settings, as its validation does, benchmarks with its prompt.  Writes results/MODEL/NAME_f256_fps2.0_.../
+    settings.json  what answers depend on: a folder never mixes two of these
+    samples.jsonl  one line per record: its fields, response, accuracy, status; with --n also `samples`
+    result.json    scores with 95 % intervals clustered by clip, breakdowns, counts, speed
 A record that cannot be answered scores 0, status "failed": the denominator is the number of records.  Killed
 at any time, the same command goes on; answers are known by record, prompt, media, settings and model.
 """
 
-import argparse, base64, contextlib, difflib, hashlib, io, json, math, os, random, re, sys, tempfile, time
+import argparse, base64, contextlib, difflib, hashlib, json, math, os, random, re, sys, time
 from collections import Counter, defaultdict
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-import rewards
-import rollout
-import video_io
+import rewards, rollout, video_io
 
-# What answers depend on besides model and record, named as in train_grpo.py; 0 and "" are library defaults.
-MEDIA = dict(fps=2.0, min_frames=4, max_frames=128, min_pixels=0, max_pixels=262144, total_pixels=0,
-             image_max_pixels=1048576, timestamps="segment")
-SETTINGS = dict(MEDIA, prompts="", prompt_form="reason", system_prompt="", max_prompt_length=16384,
-                max_tokens=2048)
-ASKED = ("prompts", "prompt_form", "system_prompt", "timestamps")  # of training's settings, for benchmarks
-PLAIN = dict(metrics={"accuracy": ["accuracy"]}, by=["problem_type"])  # of benchmarks that say nothing else
 CONFIGS = Path(__file__).with_name("configs")
+TEXTS = video_io.read_yaml(CONFIGS / "evaluate.yaml")  # settings, commands with their flags, what they print
+SETTINGS = TEXTS["media"] | TEXTS["settings"]  # what answers depend on besides model and record
+ASKED = ("prompts", "prompt_form", "system_prompt", "timestamps")  # of training's settings, for benchmarks
 
 # ---------------------------------------------------------------------------------------- metrics
 # A metric gives an answer (row), or a group of them (rows), its value 0..1; None: it does not count.
 
-def accuracy(row):
-    return row["accuracy"]
-
-def recall(row, at):
-    """R1@at: share of answers with an IoU of at least `at`; an answer that cannot be read is a miss."""
-    return row["accuracy"] >= at
+def accuracy(row, at=None):
+    """at: R1@at of times, the share with an IoU of at least that; an answer that cannot be read is a miss."""
+    return row["accuracy"] if at is None else row["accuracy"] >= at
 
 def all_right(rows):
     """VideoMathQA's MBin: a group counts if every answer in it is right."""
@@ -109,7 +100,7 @@ def official(row, patterns):
         pattern = pattern.replace("{%s}" % name, part)
     return bool(re.search(pattern, text))
 
-METRICS = {f.__name__: f for f in (accuracy, recall, all_right, grouped_score, knowledge_gain, close_count,
+METRICS = {f.__name__: f for f in (accuracy, all_right, grouped_score, knowledge_gain, close_count,
                                    tube, official)}
 
 def units_of(rows, spec):
@@ -208,9 +199,6 @@ def summarize(rows, bench):
     return dict(metrics[name], metric=name, accuracy=plain["score"], metrics=metrics, by=by, **counts(rows),
                 output_tokens=sum(row.get("response_tokens", 0) for row in answers))
 
-def percent(x):
-    return "" if x is None else f"{100 * x:.1f}"
-
 def print_result(results):
     columns = ("expected", "scored", "failed", "invalid", "truncated")
     print(f"{'':42}{'score':>8}  {'95 % interval':14}", *(f"{c:>{len(c) + 1}}" for c in columns))
@@ -220,8 +208,8 @@ def print_result(results):
         lines += [(f"  {field}: {value}", part, part)
                   for field, parts in result["by"].items() for value, part in parts.items()]
         for name, m, of in lines:
-            interval = " .. ".join(map(percent, m["interval"] or []))
-            print(f"{name[:41]:42}{percent(m['score']):>8}  {interval:14}",
+            interval = " .. ".join(f"{100 * x:.1f}" for x in m["interval"] or [])
+            print(f"{name[:41]:42}{100 * m['score']:8.1f}  {interval:14}",
                   *(f"{of.get('n_' + c, ''):>{len(c) + 1}}" for c in columns))
 
 # ---------------------------------------------------------------------------------------- what to do
@@ -229,11 +217,7 @@ def print_result(results):
 def resolve_settings(model, given, bench=None, preset=None):
     """SETTINGS, over them MODEL/nanovideor1.json, the benchmark and the preset, over those the command line
     (None: not given).  bench: the benchmark's entry, None for a record file; preset: some settings."""
-    file = Path(model, "nanovideor1.json")
-    try:
-        trained = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise video_io.DataError(f"{file}: no valid JSON ({error}); merge again or delete it") from None
+    trained = video_io.read_yaml(file) if (file := Path(model, "nanovideor1.json")).is_file() else {}
     length = trained.get("val_max_response_length") or trained.get("max_response_length")
     trained |= {"max_tokens": length} if length else {}
     form = {} if bench is None else {"prompt_form": bench.get("prompt_form", "direct")}
@@ -264,19 +248,21 @@ def load_benchmarks(extra=None):
     except (AttributeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise video_io.DataError(f"{extra}: expected NAME: {{json: FILE, video: FOLDER}}: {reason}") from None
-    book["benchmarks"] = {name: PLAIN | entry for name, entry in book["benchmarks"].items()}
+    book["benchmarks"] = {name: book["plain"] | entry for name, entry in book["benchmarks"].items()}
     return book
 
-def with_fields(file, name, fields, folder):
-    """A copy of the file, in it the fields that the benchmark's own layout lacks, made from its own ones."""
-    copy = Path(folder, f"{name}.jsonl")
-    with open(copy, "w") as out:
-        for row in (row for _, row in video_io.read_rows(file)):
-            own = {f: row.get(text[1:-1]) if re.fullmatch(r"{\w+}", text) else text.format_map(row)
-                   for f, text in fields.items()}
-            lines = {"options": row["options"].split("\n")} if isinstance(row.get("options"), str) else {}
-            out.write(json.dumps(own | row | lines, default=str) + "\n")
-    return copy
+def with_fields(row, fields):
+    """The row with the fields that its layout lacks, made from its own by a template or by patterns."""
+    made = {"options": row["options"].split("\n")} if isinstance(row.get("options"), str) else {}
+    for name, rule in fields.items():
+        if isinstance(rule, str):  # "{field}" alone keeps the field's type
+            whole = re.fullmatch(r"{(\w+)}", rule)
+            made[name] = row.get(name, row.get(whole[1]) if whole else rule.format_map(row))
+            continue
+        for source, pattern, *label in rule[::-1]:
+            if found := re.search(pattern, str(row.get(source) or "")):
+                made[name] = label[0] if label else found[0]
+    return row | made
 
 def oddities(row):
     """What is wrong with a published row; video_io.py and rewards.py read all of these."""
@@ -291,13 +277,11 @@ def load_task(name, bench, args, prompts, problems):
     """(records, {oddity: count}) of a benchmark or file; what is missing or unreadable goes to `problems`."""
     file, root = bench.get("file"), args.data_root
     if not file:
-        root = Path(root or ".")
-        files = [root / f for f in (bench["json"] if isinstance(bench["json"], list) else [bench["json"]])]
-        file, root = next((f for f in files if f.exists()), files[0]), root / bench.get("video", "")
-    with tempfile.TemporaryDirectory() as folder:
-        if bench.get("fields"):
-            file = with_fields(file, name, bench["fields"], folder)
-        records, faults, sources = video_io.read_records(file, root, prompts)
+        files = [Path(root or "", f) for f in np.atleast_1d(bench["json"])]
+        file = next((f for f in files if f.exists()), files[0])
+        root = Path(root or "", bench.get("video", ""))
+    records, faults, sources = video_io.read_records(
+        file, root, prompts, change=lambda row: with_fields(row, bench.get("fields", {})))
     if not sources:
         raise video_io.DataError(f"{file}: holds no records")
     gone = Counter(fault.split(": no file ")[1].split(";")[0] for fault in faults if ": no file " in fault)
@@ -313,10 +297,6 @@ def load_task(name, bench, args, prompts, problems):
         size = sizes.get(json.dumps(items.get(record["key"])))
         if isinstance(size, dict):
             record |= dict(box_space=bench["box_space"], width=size["width"], height=size["height"])
-        for field, rules in bench.get("derive", {}).items():
-            for source, pattern, *label in rules[::-1]:
-                if found := re.search(pattern, str(record.get(source) or "")):
-                    record[field] = label[0] if label else found[0]
         try:
             rewards.check_record(record)
         except ValueError as error:
@@ -328,48 +308,53 @@ def load_task(name, bench, args, prompts, problems):
         problems.append(f"{name}: its metrics need other fields than the records have: {error!r}")
     return records[:args.limit], dict(Counter(odd for row in sources.values() for odd in oddities(row)))
 
-def load_tasks(args, model="", config=None):
-    """([data set: name, bench, settings, spec, prompts, records, odd], what is wrong with all of them)."""
-    book, tasks, problems = load_benchmarks(args.dataset_config), [], []
+def load_tasks(args, model):
+    """({data set: its name, bench, settings, spec, prompter, records, odd}, what is wrong with them)."""
+    from transformers import AutoConfig
+
+    book, tasks, problems = load_benchmarks(args.dataset_config), {}, []
+    processor, config = model and video_io.load_processor(model), model and AutoConfig.from_pretrained(model)
     args.decode_workers = args.decode_workers or max(2, os.cpu_count() // 2)
     given = vars(args) | ({"prompt_form": "reason"} if args.think else {})
     for name in dict.fromkeys(args.data):
-        bench, preset = book["benchmarks"].get(name), args.preset
-        if bench is None and not Path(name).suffix:
+        own = name not in book["benchmarks"]
+        if own and not Path(name).suffix:
             near = difflib.get_close_matches(name, book["benchmarks"], 3) or list(book["benchmarks"])
             raise video_io.DataError(f"--data {name}: no file or benchmark; nearest: {', '.join(near)}")
-        over = book["presets"].get(preset or "easyvideor1" if bench else preset, {})
-        if bench:
-            over |= bench.get("settings", {}) | bench.get(preset or "easyvideor1", {})
-        settings = resolve_settings(model, given, bench, over)
-        if bench is None:
-            bench, name = PLAIN | dict(file=name, by=["problem_type", "data_source"]), Path(name).stem
-        if name in {task.name for task in tasks}:
+        bench = book["file"] | dict(file=name) if own else book["benchmarks"][name]
+        preset = args.preset or "easyvideor1" * (not own)
+        over = book["presets"].get(preset, {}) | bench.get("settings", {}) | bench.get(preset, {})
+        settings = resolve_settings(model, given, None if own else bench, over)
+        name = Path(name).stem if own else name
+        if name in tasks:
             raise video_io.DataError(f"--data: two data sets are called {name}; run them apart")
         prompts = video_io.load_prompts(settings["prompts"] or None)
-        media = {field: settings[field] or None for field in MEDIA}
+        prompter = rollout.Prompter(processor, config, prompts, settings["prompt_form"],
+                                    settings["system_prompt"] or None, settings["max_prompt_length"])
+        media = {field: settings[field] or None for field in TEXTS["media"]}
         spec = video_io.media_spec(config, **media) if config else video_io.MediaSpec(**media)
         try:
             records, odd = load_task(name, bench, args, prompts, problems)
-            tasks.append(SimpleNamespace(name=name, bench=bench, settings=settings, spec=spec,
-                                         prompts=prompts, records=records, odd=odd))
+            tasks[name] = SimpleNamespace(name=name, bench=bench, settings=settings, spec=spec,
+                                          prompter=prompter, records=records, odd=odd)
         except (video_io.DataError, KeyError) as error:
             problems.append(f"{name}: {'no field ' * isinstance(error, KeyError)}{error}")
     return tasks, problems
 
 def name_contents(task, identity):
     """Give each record `content`, a hash of all that its answer depends on."""
-    media = {}
+    @cache
+    def key_of(item):
+        try:
+            return video_io.item_key(json.loads(item), task.spec)
+        except video_io.MediaError as error:
+            return str(error)
+
     for record in task.records:
-        items = [json.dumps(item) for item in video_io.media_items(record)]
-        for item in set(items) - set(media):
-            try:
-                media[item] = video_io.item_key(json.loads(item), task.spec)
-            except video_io.MediaError as error:
-                media[item] = str(error)
-        messages = video_io.build_messages(record, task.prompts, task.settings["prompt_form"])
-        parts = [identity, record["key"], messages, [media[item] for item in items]]
-        record["content"] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+        media = [key_of(json.dumps(item)) for item in video_io.media_items(record)]
+        messages = video_io.build_messages(record, task.prompter.prompts, task.prompter.form)
+        parts = json.dumps([identity, record["key"], messages, media])
+        record["content"] = hashlib.sha256(parts.encode()).hexdigest()[:20]
 
 def open_folder(task, out, identity):
     """Settle the task's folder and find what is answered there.  DataError if it holds other settings."""
@@ -385,17 +370,6 @@ def open_folder(task, out, identity):
 
 # ---------------------------------------------------------------------------------------- answers
 
-class Engine(rollout.Engine):
-    """Counts the seconds in which it has something to compute; the rest of the time it is idle."""
-
-    busy = 0.0
-
-    def step(self):
-        started, had = time.monotonic(), bool(self.requests)
-        finished = super().step()
-        self.busy += (time.monotonic() - started) * bool(had or self.requests)
-        return finished
-
 def row_of(group):
     """The line of an answered and scored, or of a failed, group."""
     row = {name: value for name, value in group.record.items() if name not in (
@@ -408,28 +382,27 @@ def row_of(group):
     several = dict(samples=samples, accuracy=sum(s["accuracy"] for s in samples) / len(samples))
     return row | dict(samples[0], prompt_tokens=len(group.prompt_ids)) | (several if samples[1:] else {})
 
-def answer_all(todo, engine, prompters, loaders, scorer, sampling, queue_bytes, files):
-    """Answer [(task, record)]; rows go to {task's name: file}."""
+def answer_all(todo, tasks, engine, scorer, sampling, queue_bytes):
+    """Answer records; tasks: {data set: its loader, prompter and open file}."""
     def waiting():
         last = None, None
-        for task, record in todo:
-            clip = task.spec, json.dumps(video_io.media_items(record))
+        for record in todo:
+            loader = tasks[record["data"]].loader
+            clip = loader.spec, json.dumps(video_io.media_items(record))
             if clip != last[0]:  # questions about one clip stand together: it is decoded once
-                last = clip, loaders[task.spec].submit(record)
+                last = clip, loader.submit(record)
             yield record, last[1]
 
-    prompter = SimpleNamespace(group=lambda record, future: prompters[record["data"]].group(record, future))
+    prompter = SimpleNamespace(group=lambda r, future: tasks[r["data"]].prompter.group(r, future))
     rollout.answer_all(
-        engine, prompter, scorer, waiting(), len(todo), lambda g: (files[g.record["data"]], row_of(g)),
+        engine, prompter, scorer, waiting(), len(todo), lambda g: (tasks[g.record["data"]].file, row_of(g)),
         name="content", queue_bytes=queue_bytes, **sampling)
 
 def run(args):
     import torch
-    from transformers import AutoConfig
 
     (rank, world), model = rollout.launched(), rollout.model_folder(args.model)
-    processor, config = video_io.load_processor(model), AutoConfig.from_pretrained(model)
-    tasks, problems = load_tasks(args, model, config)
+    tasks, problems = load_tasks(args, model)
     temperature = float(args.n > 1) if args.temperature is None else args.temperature
     if args.n > 1 and not temperature:
         problems.append("--n: greedy answers are all alike; give a --temperature above 0")
@@ -438,48 +411,50 @@ def run(args):
     sampling = dict(n=args.n, temperature=temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed)
     dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     common = dict(sampling=sampling, dtype=dtype, model_files=fingerprint(model))
-    cache = args.cache_dir or ("frame_cache" if args.mode in ("cache", "eval", "both") else None)
+    cache_dir = args.cache_dir or ("frame_cache" if args.mode in ("cache", "eval", "both") else None)
     with contextlib.ExitStack() as stack:
         use = lambda resource: stack.enter_context(contextlib.closing(resource))
         loaders = {spec: use(video_io.MediaLoader(
-            spec, args.decode_workers, cache_dir=cache, cache_mode="prefer_cache" if args.mode != "eval" else
-            "cache_only")) for spec in {task.spec for task in tasks}}
-        for task in tasks if args.mode in ("cache", "both") and rank == 0 else []:
-            items = [item for record in task.records for item in video_io.media_items(record)]
-            done = loaders[task.spec].ask_all("load", items, f"caching {task.name}", cache).values()
-            print(*[error for error in done if not isinstance(error, dict)], sep="\n")
+            spec, args.decode_workers, cache_dir=cache_dir, cache_mode=(
+                "cache_only" if args.mode == "eval" else "prefer_cache")))
+            for spec in {task.spec for task in tasks.values()}}
+        for task in tasks.values():
+            task.loader = loaders[task.spec]
+            if args.mode in ("cache", "both") and rank == 0:
+                items = [item for record in task.records for item in video_io.media_items(record)]
+                done = task.loader.ask_all("load", items, f"caching {task.name}", cache_dir).values()
+                print(*[error for error in done if not isinstance(error, dict)], sep="\n")
         if args.mode == "cache":
             return
-        for task in tasks:
+        for task in tasks.values():
             out = Path(args.out or f"results/{Path(model).resolve().name}")
             out = out if args.out and len(tasks) == 1 else out / folder_name(task, sampling)
-            open_folder(task, out, dict(settings=task.settings, prompts=task.prompts, **common))
-        clips = dict.fromkeys(record["clip"] for task in tasks for record in task.records)
+            open_folder(task, out, dict(settings=task.settings, prompts=task.prompter.prompts, **common))
+        clips = dict.fromkeys(record["clip"] for task in tasks.values() for record in task.records)
         number = {clip: i for i, clip in enumerate(clips)}
-        todo = [(t, r) for t in tasks for r in sorted(t.records, key=lambda r: number[r["clip"]])
-                if r["content"] not in t.rows and number[r["clip"]] % world == rank]
+        todo = [r for task in tasks.values() for r in sorted(task.records, key=lambda r: number[r["clip"]])
+                if r["content"] not in task.rows and number[r["clip"]] % world == rank]
         speed = {}
         if todo:
-            longest = max(t.settings["max_prompt_length"] + t.settings["max_tokens"] for t in tasks)
-            longest = min(longest, config.get_text_config().max_position_embeddings)
-            prompters = {t.name: rollout.Prompter(
-                processor, config, t.prompts, t.settings["prompt_form"], t.settings["system_prompt"] or None,
-                t.settings["max_prompt_length"]) for t in tasks}
-            files = {t.name: use(rollout.open_shard(t.folder / "samples.jsonl", rank, world)) for t in tasks}
-            for task, record in todo[:args.decode_workers]:
-                loaders[task.spec].submit(record)  # workers start while the engine does
+            longest = max(t.settings["max_prompt_length"] + t.settings["max_tokens"] for t in tasks.values())
+            config = task.prompter.model_config
+            for record in todo[:args.decode_workers]:
+                tasks[record["data"]].loader.submit(record)  # workers start while the engine does
+            for task in tasks.values():
+                task.file = use(rollout.open_shard(task.folder / "samples.jsonl", rank, world))
             scorer = use(rewards.Scorer(rewards.RewardSettings(), args.reward_workers))
-            engine = use(Engine(model, dtype=dtype, max_model_len=longest, memory_share=args.engine_memory,
-                                banned=video_io.vision_token_ids(config), seed=args.seed))
+            engine = use(rollout.Engine(
+                model, dtype=dtype, seed=args.seed, memory_share=args.engine_memory,
+                max_model_len=min(longest, config.get_text_config().max_position_embeddings),
+                banned=video_io.vision_token_ids(config)))
             started = time.monotonic()
-            for length in dict.fromkeys(t.settings["max_tokens"] for t, _ in todo):
-                part = [(t, r) for t, r in todo if t.settings["max_tokens"] == length]
-                answer_all(part, engine, prompters, loaders, scorer, sampling | {"max_tokens": length},
-                           args.queue_bytes, files)
+            for length, part in groupby(todo, lambda r: tasks[r["data"]].settings["max_tokens"]):
+                sampling |= {"max_tokens": length}
+                answer_all(list(part), tasks, engine, scorer, sampling, args.queue_bytes)
             seconds = time.monotonic() - started
             speed = dict(seconds=seconds, samples=len(todo), idle=1 - engine.busy / seconds, processes=world)
     if rank == 0:
-        finish(tasks, model, {r["content"] for _, r in todo}, speed)
+        finish(tasks.values(), model, {r["content"] for r in todo}, speed)
 
 def folder_name(task, sampling):
     """lvbench_f256_fps2.0_mp256k_tp32768k, and in what the answers are unlike direct, greedy ones."""
@@ -502,18 +477,15 @@ def finish(tasks, model, mine, speed):
     for task in tasks:
         file, identity = task.folder / "result.json", json.loads((task.folder / "settings.json").read_text())
         before = json.loads(file.read_text()).get("speed", {}) if file.exists() else {}
-        results.append(dict(
-            data=task.name, model=model, **summarize(task.rows, task.bench), odd_records=task.odd,
-            speed=speed or before, benchmark=task.bench, **identity))
-        rollout.write_text(file, json.dumps(results[-1], indent=1, ensure_ascii=False))
-    print_result(results)
-    for task, result in zip(tasks, results):
+        result = dict(data=task.name, model=model, **summarize(task.rows, task.bench), odd_records=task.odd,
+                      speed=speed or before, benchmark=task.bench, **identity)
+        rollout.write_text(file, json.dumps(result, indent=1, ensure_ascii=False))
+        results.append(result)
         assert result["n_scored"] + result["n_failed"] == result["n_expected"] == len(task.records)
         print(f"{task.folder}: n_ok {result['n_scored']} + n_failed {result['n_failed']} = n_total "
               f"{result['n_expected']}", *(f"{n} {odd}" for odd, n in task.odd.items()), sep="; ")
-    if speed:
-        print("process 0 of {processes}: {answers} answers, {output_tokens} tokens in {seconds:.1f} s, "
-              "{tokens_per_s:.1f} tokens/s, engine idle {idle:.0%}".format(**speed))
+    print_result(results)
+    print(TEXTS["speed"].format(**speed) if speed else "")
 
 # ---------------------------------------------------------------------------------------- compare
 
@@ -521,10 +493,9 @@ def results_in(path):
     """{data set: (result, rows of its records)} of a folder of evaluate.py, or of the folders in it."""
     found = {}
     for file in sorted([*Path(path).glob("result.json"), *Path(path).glob("*/result.json")]):
-        result = json.loads(file.read_text())
-        rows = [json.loads(line) for line in (file.parent / "samples.jsonl").read_text().split("\n")[:-1]]
-        found[result["data"] if result["data"] not in found else file.parent.name] = (
-            result, rows[:result["n_expected"]])
+        result, rows = json.loads(file.read_text()), video_io.read_rows(file.with_name("samples.jsonl"))
+        name = result["data"] if result["data"] not in found else file.parent.name
+        found[name] = result, [row for _, row in rows][:result["n_expected"]]
     if not found:
         raise video_io.DataError(f"{path}: no result.json here or one folder down; run evaluate.py run first")
     return found
@@ -573,10 +544,7 @@ def compare(a, b):
 def print_comparison(args):
     found = compare(args.a, args.b)
     for name, c in found.items():
-        print("{}: {metric} of {n_shared} shared samples ({n_only_a} only in A, {n_only_b} only in B)\n"
-              "  A {}, B {}, B - A {}, 95 % {} .. {}, p {p_bootstrap:.4f} (bootstrap by clip)\n"
-              "  right only in A {wins_a}, only in B {wins_b}: p {p_mcnemar:.4f} (McNemar, exact)".format(
-                  name, *map(percent, (c["a"], c["b"], c["difference"], *c["interval"])), **c))
+        print(TEXTS["compared"].format(name, *c["interval"], **c))
         for field, parts in c["by"].items():
             for value, m in sorted(parts.items(), key=lambda item: -item[1]["score"]):
                 print(f"    {field}: {value[:36]:38}{100 * m['score']:+6.1f}  n {m['n']}")
@@ -588,18 +556,17 @@ def print_comparison(args):
 
 def thumbnails(rows):
     """{row's key: up to eight frames spread over its clips, JPEG as data: URIs}; broken clips have none."""
-    from PIL import Image
+    from torchvision.io import encode_jpeg
 
     spec = video_io.MediaSpec(nframes=8, min_pixels=4096, max_pixels=24576, image_max_pixels=65536)
     found = defaultdict(list)
     with contextlib.closing(video_io.MediaLoader(spec)) as loader:
         for key, future in [(row["key"], loader.submit(row)) for row in rows]:
             with contextlib.suppress(video_io.MediaError):  # the row itself says what is wrong
-                media, file = future.result(), None
+                media = future.result()
                 for frame in [*(f for clip in media.videos for f in clip.frames), *media.images][:8]:
-                    file = io.BytesIO()
-                    Image.fromarray(frame.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=72)
-                    found[key].append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
+                    jpeg = base64.b64encode(encode_jpeg(frame, 72).numpy()).decode()
+                    found[key].append(f"data:image/jpeg;base64,{jpeg}")
     return found
 
 def write_report(args):
@@ -613,8 +580,8 @@ def write_report(args):
         flips = {flip["key"]: flip for flip in compared.get(name, {}).get("flips", [])}
         kinds = defaultdict(list)
         for row in random.Random(0).sample(rows, len(rows)):
-            unread = row["status"] in ("invalid", "truncated", "failed")
-            kind = row["status"] if unread else "right" if row["accuracy"] >= 0.5 else "wrong"
+            kind = "right" if row["accuracy"] >= 0.5 else "wrong"
+            kind = row["status"] if row["status"] in ("invalid", "truncated", "failed") else kind
             kinds[kind, row["key"] in flips].append(row | dict(kind=kind, flip=flips.get(row["key"])))
         chosen = [row for kind in kinds.values() for row in kind[:args.samples]]
         frames = thumbnails(chosen)
@@ -629,28 +596,22 @@ def write_report(args):
 
 def check(args):
     """All that can be known without a GPU.  Exit code 1 if something is missing or cannot be used."""
-    processor = config = None
-    if args.model:
-        from transformers import AutoConfig
-        args.model = rollout.model_folder(args.model)
-        processor, config = video_io.load_processor(args.model), AutoConfig.from_pretrained(args.model)
-    tasks, problems = load_tasks(args, args.model or "", config)
-    for task in tasks:
-        form, system = task.settings["prompt_form"], task.settings["system_prompt"] or None
-        longest, most = task.settings["max_prompt_length"], task.settings["max_tokens"]
+    tasks, problems = load_tasks(args, rollout.model_folder(args.model) if args.model else "")
+    for task in tasks.values():
+        p, most = task.prompter, task.settings["max_tokens"]
         with contextlib.closing(video_io.MediaLoader(task.spec, args.decode_workers)) as loader:
-            survey = video_io.survey(task.records, loader, task.prompts, processor, form, longest, system)
+            survey = video_io.survey(
+                task.records, loader, p.prompts, p.processor, p.form, p.max_prompt_length, p.system)
         problems += [f"{task.name}: {record['where']}: {why}" for record, _, _, why, _ in survey if why]
         tokens = np.array([visual + text for _, visual, text, _, _ in survey] or [0])
         hours = (tokens.sum() / args.prompt_speed + len(survey) * most / args.output_speed) / 3600
         print(f"\n{task.name}: {len(survey)} records", dict(Counter(r["problem_type"] for r in task.records)),
               *(f"{n} {odd}" for odd, n in task.odd.items()), sep="; ")
-        print(f"  prompt tokens: median {np.median(tokens):.0f}, most {tokens.max()}, sum {tokens.sum()}"
-              f"{'' if args.model else ' (roughly: no --model)'}; at most {hours:.2f} h if answers have "
-              f"{most} tokens, at {args.prompt_speed:g} prompt and {args.output_speed:g} output tokens/s")
+        print(TEXTS["cost"].format(args, np.median(tokens), tokens.max(), tokens.sum(), hours, most,
+                                   rough="" if args.model else " (roughly: no --model)"))
         for record in task.records[:3]:
-            messages = video_io.build_messages(record, task.prompts, form, system)
-            text = (video_io.prompt_text(record, task.prompts, processor, form, system) if processor else
+            messages = video_io.build_messages(record, p.prompts, p.form, p.system)
+            text = (video_io.prompt_text(record, p.prompts, p.processor, p.form, p.system) if p.processor else
                     "".join(part.get("text", f"<{part['type']}>") for m in messages for part in m["content"]))
             print(f"  {record['where']}, gold {record['answer'][:200]!r}\n" + re.sub("(?m)^", "  | ", text))
     print(*problems, f"{len(problems)} problems", sep="\n")
@@ -661,7 +622,7 @@ COMMANDS = {"run": run, "compare": print_comparison, "report": write_report, "ch
 def main():
     parser = argparse.ArgumentParser(description="Evaluate a model, compare results, show them.")
     commands = parser.add_subparsers(required=True)
-    for name, entry in video_io.read_yaml(CONFIGS / "evaluate.yaml")["commands"].items():
+    for name, entry in TEXTS["commands"].items():
         sub = commands.add_parser(name, help=entry["help"], description=entry["help"])
         sub.set_defaults(function=COMMANDS[name])
         rollout.add_flags(sub, entry["flags"])

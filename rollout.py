@@ -35,8 +35,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import AutoConfig
 
-import rewards
-import video_io
+import rewards, video_io
 
 BAN = -100.0  # logit bias of a banned id; the trainer masks the same ids
 
@@ -172,6 +171,7 @@ class Engine:
         self.jobs = []  # not finished, the longest prompt first
         self.prepared = []  # those of them that the thread has been given, in its order
         self.requests = {}  # {request id: (Job, "prime" | "responses" | "greedy")} in the engine
+        self.busy = 0.0  # seconds of computing
 
     @property
     def pending(self):
@@ -212,11 +212,13 @@ class Engine:
             if (self.lockstep or job.inputs.done()) and job.left and not job.running:
                 self._send(job)
         if self.requests:
+            started = time.monotonic()
             try:
                 outputs = self.vllm.step()
             except Exception as e:
                 raise RuntimeError(f"the vLLM engine died with {len(self.requests)} requests under way "
                                    f"({type(e).__name__}: {e}); start again from the last checkpoint") from e
+            self.busy += time.monotonic() - started
             for out in outputs:
                 self._take(out)
             if not self.vllm.has_unfinished_requests():
@@ -276,9 +278,8 @@ class Engine:
             self.step()
 
     def logprobs(self, pairs):
-        """The engine's log-probability of each token of ids behind a group's prompt.  pairs: [(group, ids)];
-        returns lists of float, of the full distribution at temperature 1 (without bans).  Costs logits for
-        the prompt as well: max_num_batched_tokens x vocabulary at a time."""
+        """Log-probabilities, at temperature 1 without bans, of ids behind prompts: lists of float for
+        [(group, ids)].  Costs logits of the prompt, too: max_num_batched_tokens x vocabulary at a time."""
         from vllm import SamplingParams
 
         prompts = [video_io.vllm_inputs(group.text, group.media) for group, _ in pairs]
@@ -291,9 +292,8 @@ class Engine:
                 for out, (_, ids) in zip(outputs, pairs)]
 
     def sync(self, named, frozen=()):
-        """Copy new weights into the engine; named yields (Hugging Face name, full tensor), one at a time.
-        All names of the checkpoint on disk must come, or they would keep their old values without a word;
-        not a tied copy of the embedding, nor, unless needs_all, the `frozen` ones, which never changed."""
+        """Copy new weights into the engine; named yields (Hugging Face name, full tensor), one at a time: all
+        of the checkpoint but tied copies and, unless needs_all, the `frozen`; others would stay old."""
         assert not self.pending, "sync() while submitted groups are under way"
         dtype, sent = self.vllm.model_config.dtype, set()
 
@@ -452,9 +452,8 @@ def open_shard(path, rank, world):
     return file
 
 def answer_all(engine, prompter, scorer, waiting, total, line_of, n, *, seed, name="key", **sampling):
-    """answers() to [(record, Future of Media)], scored and written, fsynced in batches, while the engine goes
-    on.  line_of(scored group): (file, row).  Seeds depend on seed and record[name] alone: a run that was
-    stopped goes on as if it had not been."""
+    """answers() to [(record, Future of Media)], scored and written, fsynced in batches, while it goes on.
+    line_of(scored group): (file, row).  Seeds depend on seed and record[name]: a killed run can go on."""
     def write(groups):
         scores, files = iter(scorer.score_many([g.record for g in groups for _ in g.responses],
                                                [r.text for g in groups for r in g.responses])), set()

@@ -48,7 +48,7 @@ def main():
     with contextlib.ExitStack() as stack:
         use = lambda resource: stack.enter_context(contextlib.closing(resource))
         engine = use(
-            evaluate.Engine(
+            rollout.Engine(
                 args.model, dtype="float32", max_model_len=1024, banned=video_io.vision_token_ids(config)
             )
         )

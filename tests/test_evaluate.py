@@ -20,6 +20,7 @@ import yaml
 from transformers import AutoModelForImageTextToText
 
 import evaluate
+import rollout
 import video_io
 from toy import MEDIA, processor_inputs
 
@@ -104,7 +105,7 @@ def test_vsi_bench_averages_the_levels_of_a_direction_before_the_eight_tasks():
         )
     ]
     for r in rows:
-        r["task"] = re.search(book["derive"]["task"][0][1], r["original_question_type"])[0]
+        r["task"] = re.search(book["fields"]["task"][0][1], r["original_question_type"])[0]
     result = evaluate.summarize(rows, book)
     assert result["metric"] == "mean of 8 tasks" and result["score"] == pytest.approx((0.5 + 0.3) / 2)
     assert result["metrics"]["MRA"]["score"] == pytest.approx(0.3)
@@ -113,7 +114,7 @@ def test_vsi_bench_averages_the_levels_of_a_direction_before_the_eight_tasks():
 
 def test_recall_at_an_iou_and_groups_that_count_only_as_a_whole():
     rows = [row(a) for a in (0.0, 0.3, 0.5, 0.7, 1.0)]
-    assert [measured(rows, "recall", at)["score"] for at in (0.3, 0.5, 0.7)] == pytest.approx([0.8, 0.6, 0.4])
+    assert [measured(rows, "accuracy", at)["score"] for at in (0.3, 0.5, 0.7)] == pytest.approx([0.8, 0.6, 0.4])
     rows = [
         row(a, problem_id=p, mbinary_id=m)
         for p, m, a in [
@@ -287,8 +288,8 @@ def test_all_benchmarks_are_there_with_metrics_that_exist():
             assert metric in evaluate.METRICS
         for source, scores in bench.get("published", {}).items():
             assert source in book["sources"] and all(0 < score < 100 for score in scores.values())
-        for rules in bench.get("derive", {}).values():
-            assert all(re.compile(pattern) for _, pattern, *_ in rules)
+        for rules in bench.get("fields", {}).values():
+            assert isinstance(rules, str) or all(re.compile(pattern) for _, pattern, *_ in rules)
         settings = evaluate.resolve_settings("", {}, bench, book["presets"]["qwen"] | bench.get("qwen", {}))
         assert settings["max_frames"] == 2048 and set(settings) == set(evaluate.SETTINGS)
         assert settings["max_prompt_length"] + settings["max_tokens"] <= 262144  # Qwen3-VL's context
@@ -610,6 +611,15 @@ def test_check_shows_prompts_tokens_and_what_is_wrong(benches, toy, monkeypatch)
     assert not ended.value.code
 
 
+def test_a_benchmarks_own_settings_are_not_those_of_the_next_one(benches):
+    given = dict.fromkeys(evaluate.SETTINGS) | dict(preset="qwen", dataset_config=None, think=False, limit=None)
+    args = evaluate.SimpleNamespace(
+        **given, data=["charades_sta", "videomme"], data_root=str(benches), decode_workers=1
+    )
+    tasks, _ = evaluate.load_tasks(args, "")
+    assert [(name, task.spec.fps) for name, task in tasks.items()] == [("charades_sta", 4.0), ("videomme", 2.0)]
+
+
 # ---------------------------------------------------------------- a record file
 
 
@@ -736,8 +746,7 @@ def test_another_clip_behind_the_same_path_is_answered_again(data, evaluated, to
     task = lambda: evaluate.SimpleNamespace(
         records=[dict(r) for r in records],
         spec=video_io.MediaSpec(**MEDIA),
-        prompts=video_io.load_prompts(),
-        settings=config["settings"],
+        prompter=rollout.Prompter(None, None, video_io.load_prompts(), config["settings"]["prompt_form"]),
     )
     keys = []
     for identity in (config, config, config | {"sampling": {"n": 2}}):
@@ -796,7 +805,7 @@ def test_processes_share_the_clips_and_answers_are_drawn_several_times(data, tmp
 def refused(monkeypatch, capsys, *args):
     """The lines that the command says of input that it refuses."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, args)])
-    monkeypatch.setattr(evaluate, "Engine", None)  # must not be reached
+    monkeypatch.setattr(rollout, "Engine", None)  # must not be reached
     with pytest.raises(SystemExit) as ended:
         evaluate.main()
     assert ended.value.code == 2
