@@ -20,10 +20,12 @@ Writes  X_judged beside each input X, of its shape: judged rows have `judge` (co
 
 import argparse, hashlib, http.client, json, os, random, re, sys, time, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from email.utils import mktime_tz, parsedate_tz
 from pathlib import Path
 
-import numpy as np
+import numpy as np, yaml
 
+CONFIGS = Path(__file__).with_name("configs")
 OPEN = {"open ended", "free form", "video qa", "video description", "caption", "none"}
 CLOSED = {"multiple choice", "numerical", "boolean", "binary classification", "math", "rec", "ssr", "crr"}
 LONGEST = 3000  # characters of a field that the judge sees
@@ -114,13 +116,20 @@ def request(url, body, args):
         time.sleep(tried and pause)
         pause = args.backoff * 2**tried * random.uniform(0.5, 1)
         try:
+            content, end = b"", time.monotonic() + args.timeout
             with urllib.request.urlopen(call, timeout=args.timeout) as reply:
-                return json.loads(reply.read())
+                while part := reply.read1(1 << 16):  # that timeout is of one read: a server may drip for ever
+                    content += part
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"no whole reply within {args.timeout:g} s")
+            return json.loads(content)
         except urllib.error.HTTPError as error:
             reason, after = f"HTTP {error.code} {error.reason}", error.headers.get("Retry-After") or ""
             if error.code not in (408, 425, 429) and error.code < 500:
                 break
-            pause = float(after) if after.isdigit() else pause
+            date = parsedate_tz(after)
+            seconds = mktime_tz(date) - time.time() if date else after.isdigit() and after
+            pause = min(600.0, max(0.0, float(seconds))) if seconds else pause
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
     raise ConnectionError(f"{url}: {reason}")
@@ -203,7 +212,7 @@ def follow(row, verdict):
     row |= new | dict(judge=word, rule={name: row.get(name) for name in new})
 
 def run(args):
-    path, template = Path(args.path), Path(args.prompt).read_text(encoding="utf-8")
+    path, template = Path(args.path), Path(args.prompt or CONFIGS / "judge.txt").read_text(encoding="utf-8")
     out = path / "result_judged.json" if path.is_dir() else path.with_name(f"{path.stem}_result_judged.json")
     files = [f for f in sorted(path.glob("*.jsonl")) if not re.search("_judged$|^judge_cache$", f.stem)]
     loaded = [found for file in (files if path.is_dir() else [path]) if (found := (file, *load(file)))[2]]
@@ -252,16 +261,7 @@ def main():
     parser = argparse.ArgumentParser(description="Judge the open answers that rules cannot settle.")
     parser.add_argument("path", help="folder of evaluate.py, or a file of answers")
     parser.add_argument("--all", action="store_true", help="judge open answers that equal the gold, too")
-    for flag, default, text in (
-            ("--model", "", "vLLM in this process: folder or Hub name; of a server: its name for the judge"),
-            ("--base-url", "", "OpenAI-compatible server, with /v1; its key is read from OPENAI_API_KEY"),
-            ("--human", "", "file of labels"), ("--cache", "", "default: beside the input"),
-            ("--prompt", str(Path(__file__).with_name("configs") / "judge.txt"), "file that holds {fields}"),
-            ("--options", "{}", "JSON of arguments to vLLM, or of fields in each request"),
-            ("--checks", 20, "questions of the self-checks; ten times as many rule verdicts"),
-            ("--rounds", 3, "times that one prompt is asked"), ("--max-tokens", 64, "of a reply"),
-            ("--concurrency", 16, "requests at once"), ("--timeout", 120.0, "seconds of a request"),
-            ("--tries", 6, "of a request"), ("--backoff", 1.0, "seconds, doubled, or Retry-After")):
+    for flag, (default, text) in yaml.safe_load((CONFIGS / "judge.yaml").read_text()).items():
         parser.add_argument(flag, type=type(default), default=default, help=text)
     args = parser.parse_args()
     args.model or args.base_url or parser.error("who judges? --model or --base-url")

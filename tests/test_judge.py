@@ -1,5 +1,6 @@
 """judge.py by its command: against a server on loopback that misbehaves on purpose, and with real vLLM."""
 
+import email.utils
 import json
 import random
 import re
@@ -43,11 +44,12 @@ def reads_and_compares(prompt):
 
 class Server:
     """An OpenAI-compatible server; `answer(prompt, nth time it is asked)` gives a reply's content, or
-    (status, headers, body bytes), or a number of seconds to sleep before it hangs up."""
+    (status, headers, body bytes), or a number of seconds to sleep before it hangs up, or a list with the
+    seconds between single bytes of a reply that takes forever."""
 
     def __init__(self, answer=lambda prompt, nth: reads_and_compares(prompt)):
         server = self
-        self.seen, self.times, self.busy, self.most, self.bodies = Counter(), {}, 0, 0, []
+        self.seen, self.times, self.busy, self.most, self.bodies, self.left = Counter(), {}, 0, 0, [], None
         self.lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -73,6 +75,16 @@ class Server:
                     out = 200, {}, json.dumps(message).encode()
                 if isinstance(out, tuple):
                     self.reply(*out)
+                if isinstance(out, list):
+                    self.reply(200, {"Content-Length": 999}, b"")
+                    try:
+                        for _ in range(99):
+                            self.wfile.write(b" ")
+                            self.wfile.flush()
+                            time.sleep(out[0])
+                        server.left = False
+                    except OSError:  # the client has had enough
+                        server.left = True
 
             def reply(self, status, headers, body):
                 self.send_response(status)
@@ -280,7 +292,9 @@ def test_what_is_no_verdict_is_asked_again_and_then_counted_not_guessed(folder, 
 
 def test_overload_errors_and_silence_are_waited_out(folder, serve, monkeypatch, capsys):
     def busy(prompt, nth):
-        trouble = [(429, {"Retry-After": 1}, b""), (500, {}, b"oops"), 3.0, (503, {"Retry-After": "x"}, b"")]
+        in_two_seconds = email.utils.formatdate(time.time() + 2, usegmt=True)
+        trouble = [(429, {"Retry-After": 1}, b""), (500, {"Retry-After": in_two_seconds}, b"oops"), 3.0,
+                   (503, {"Retry-After": "x"}, b"")]
         wrong = {"clip synonym": 0, "clip partly": 1, "clip other": 2, "clip unread": 3}
         which = next((i for name, i in wrong.items() if name in prompt), None)
         return trouble[which] if which is not None and nth == 0 else reads_and_compares(prompt)
@@ -292,6 +306,17 @@ def test_overload_errors_and_silence_are_waited_out(folder, serve, monkeypatch, 
     assert set(server.seen.values()) == {2}
     waited = {key: b - a for key in JUDGED for p, (a, b) in server.times.items() if f"clip {key}" in p}
     assert waited["synonym"] >= 1.0  # Retry-After, not our own back-off of a millisecond
+    assert waited["partly"] >= 0.9  # a date, in whole seconds
+
+
+def test_a_reply_that_drips_for_ever_is_given_up_as_a_whole(folder, serve, monkeypatch, capsys):
+    server = serve(lambda prompt, nth: [0.2] if nth == 0 and "clip other" in prompt else reads_and_compares(prompt))
+    run(monkeypatch, capsys, folder, "--base-url", server.url, "--checks", 0, "--timeout", 1)
+    judged = {row["key"]: row["judge"] for row in read_rows(folder / "mine_judged.jsonl") if "judge" in row}
+    assert judged == JUDGED
+    while server.left is None:
+        time.sleep(0.1)
+    assert server.left  # before the reply was through
 
 
 def test_requests_at_a_time_are_limited_and_greedy(tmp_path, serve, monkeypatch, capsys):
