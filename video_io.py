@@ -10,11 +10,11 @@ configs/record.yaml says what a record holds. Indices and sizes are those of qwe
 right patch size; where it is wrong (frame lists, variable rates, edit lists, one frame, extreme ratios) the
 file's presentation times count, and no side is without a token.
 """
-import argparse, contextlib, ctypes, difflib, hashlib, importlib.util, itertools, json, math, os, re
-import shutil, signal, struct, subprocess, sys, tempfile, threading, time, uuid
+import argparse, bisect, contextlib, ctypes, difflib, hashlib, importlib.util, itertools, json, math, os, re
+import shutil, signal, subprocess, sys, tempfile, threading, time, uuid
 from collections import Counter
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -43,23 +43,19 @@ class MediaError(Exception):
 def one_line(text):
     return " ".join(str(text).split())[:300]
 
-@dataclass(frozen=True)
-class MediaSpec:
-    """How media become tensors. Pixels are per frame, after the resize; None: a default in tokens."""
-    fps: float = 2.0  # frames per second to sample
-    nframes: int | None = None  # a fixed number of frames instead
-    min_frames: int = 4  # where the clip has them
-    max_frames: int = 768  # at most
-    min_pixels: int | None = None  # of a frame; default 128 tokens
-    max_pixels: int | None = None  # of a frame; default 768 tokens
-    total_pixels: int | None = None  # of a clip after the merge of 2 frames; default 115,200 tokens
-    image_min_pixels: int | None = None  # default 4 tokens
-    image_max_pixels: int | None = None  # default 16,384 tokens
-    timestamps: str = "segment"  # count from the segment's start, as in a cut file; "source": the file's
-    patch_size: int = 16  # pixels; 14 for Qwen2-VL and Qwen2.5-VL; --model knows it
-    merge_size: int = 2  # patches per token and side; --model knows it
-    temporal_patch_size: int = 2  # frames per token; --model knows it
+def read_yaml(path):
+    import yaml
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read as YAML: {one_line(error)}") from error
 
+TEXTS = read_yaml(CONFIGS / "video_io.yaml")  # fields of MediaSpec, commands and flags, what is printed
+
+@dataclass(frozen=True)
+class MediaSpec(make_dataclass("Fields", [(name, object, field["default"]) for name, field in
+                                          TEXTS["media"].items()], frozen=True)):
+    """How media become tensors: the fields of configs/video_io.yaml."""
     def __post_init__(self):
         for low in ("min_frames", "min_pixels", "image_min_pixels"):
             least, most = getattr(self, low), getattr(self, high := low.replace("min", "max"))
@@ -95,13 +91,6 @@ class Media:
     nbytes = property(lambda self: sum(clip.frames.nbytes for clip in self.videos + self.stills))
 
 # ---------------------------------------------------------------- records
-def read_yaml(path):
-    import yaml
-    try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: cannot be read as YAML: {one_line(error)}") from error
-
 def load_prompts(path=None):
     """{problem_type: {"reason": str, "direct": str}} from configs/prompts.yaml."""
     prompts = read_yaml(path := path or CONFIGS / "prompts.yaml")
@@ -118,15 +107,14 @@ def read_rows(path):
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # pyarrow's errors are among them
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
-    rows, at, line, between = [], 0, 1, re.compile(r"[\s,\[\]]*")
-    while (end := between.match(text, at).end()) < len(text):  # value by value: each has its line number
-        line += text.count("\n", at, end)
+    rows, at, between = [], 0, re.compile(r"[\s,\[\]]*")
+    breaks = [found.start() for found in re.finditer("\n", text)]
+    while (start := between.match(text, at).end()) < len(text):  # value by value: each has its line number
         try:
-            row, at = json.JSONDecoder().raw_decode(text, end)
+            row, at = json.JSONDecoder().raw_decode(text, start)
         except json.JSONDecodeError as error:
-            row, at = f"no valid JSON: {error}", text.find("\n", end) % (len(text) + 1)
-        rows.append((line, row))
-        line += text.count("\n", end, at)
+            row, at = f"no valid JSON: {error}", text.find("\n", start) % (len(text) + 1)
+        rows.append((bisect.bisect(breaks, start) + 1, row))
     return rows
 
 def letter_options(options):
@@ -145,9 +133,11 @@ def make_record(row, where, root, kinds, schema):
     """(record, [(field, what to do about it)]) of a row of the training or the evaluation layout."""
     if row.get("data_type") == "image":  # then "path" is one
         row = row | {"image_path": row.get("path") or row.get("image_path"), "path": None}
-    given = {name: value for name, value in row.items() if value not in (None, "", []) and value == value}
+    file, _, line = where.rpartition(":")
+    given = {"data_source": Path(file).stem} | {
+        name: value for name, value in row.items() if value not in (None, "", []) and value == value}
     rules = schema.schema["properties"]
-    record = {"problem_id": where.rpartition(":")[2]} | row | {"where": where} | {
+    record = {"problem_id": line} | row | {"where": where} | {
         name: next((given[other] for other in rule["from"] if other in given), rule.get("default"))
         for name, rule in rules.items()}
     record["problem_type"] = kinds.get(squash(record["problem_type"]), record["problem_type"])
@@ -163,15 +153,13 @@ def make_record(row, where, root, kinds, schema):
         videos = [videos]  # a flat list of images is one clip, given as its frames
     images, stored = [place(file) for file in record["images"]], record["preprocessed_video"]
     answer = record["answer"] if isinstance(record["answer"], str) else json.dumps(record["answer"])
-    # Charades-STA as published has <think>gold</think><[a placeholder]> where the answer tags were lost.
-    lost = r"\s*<think>(.*?)</think>\s*(?:<\[[^\]]*\]>)?\s*"
-    tagged = re.search(r"<answer>(.*?)</answer>", answer, re.S) or re.fullmatch(lost, answer, re.S)
+    if tagged := re.search(rules["answer"]["tags"], answer):
+        answer = tagged[tagged.lastindex]
     start, end = (t if t is None else float(t) for t in (record["video_start"], record["video_end"]))
-    record |= {"videos": videos, "images": images, "answer": (tagged[1] if tagged else answer).strip(),
-               "data_source": record["data_source"] or Path(where.rpartition(":")[0]).stem,
+    record |= {"videos": videos, "images": images, "preprocessed_video": stored and place(stored),
                "data_type": record["data_type"] or ("video" if videos else "image" if images else "text"),
-               "options": letter_options(record["options"]), "video_start": start, "video_end": end,
-               "preprocessed_video": stored and place(stored)}
+               "options": letter_options(record["options"]), "answer": answer.strip(),
+               "video_start": start, "video_end": end}
     faults += [("answer", rules["answer"]["description"])] * (not record["answer"])
     faults += [("video_end", f"must be after start {start}")] * (end is not None and end <= (start or 0))
     for kind, found in (("video", videos), ("image", images)):
@@ -183,23 +171,22 @@ def make_record(row, where, root, kinds, schema):
                    for file in files if not os.path.exists(file)]
     return record, faults
 
-def read_records(path, data_root=None, prompts=None, check=None):
-    """(records without fault, problems as printable lines, {where: source row})."""
+def read_records(path, data_root=None, prompts=None, check=None, change=dict):
+    """(records without fault, problems as printable lines, {where: source row}).  change: of each row."""
     import jsonschema
     root, seen, rows = os.path.abspath(data_root or Path(path).parent), Counter(), {}
     records, problems = [], []
-    kinds = {squash(kind): kind for kind in (load_prompts() if prompts is None else prompts)}
-    kinds = {"caption": kinds.get("videodescription")} | kinds  # Video-MMLU's name for it
     schema = jsonschema.Draft202012Validator(read_yaml(CONFIGS / "record.yaml"))
-    rules = schema.schema["properties"]
-    kinds = {name: kind for name, kind in kinds.items() if kind}  # prompts of one's own may lack it
-    rules["problem_type"]["enum"] = list(kinds.values())
+    rule, prompts = schema.schema["properties"]["problem_type"], prompts or load_prompts()
+    names = rule["aliases"] | {kind: kind for kind in prompts}
+    kinds = {squash(name): kind for name, kind in names.items() if kind in prompts}
+    rule["enum"] = list(prompts)
     for line, row in read_rows(path):
         rows[where := f"{Path(path).name}:{line}"] = row
         if not isinstance(row, dict):
             problems.append(f"{where}: {row if isinstance(row, str) else 'not a JSON object with fields'}")
             continue
-        record, faults = make_record(row, where, root, kinds, schema)
+        record, faults = make_record(change(row), where, root, kinds, schema)
         # Of the source row, not the resolved one: a moved dataset keeps its keys.
         key = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:16]
         seen[key] += 1
@@ -344,7 +331,7 @@ def decord_reader(files, fps):
 
 def pyav_reader(files, fps):
     import av
-    container = av.open(files[0])
+    container = av.open(files[0], metadata_errors="ignore")
     stream = container.streams.video[0]
     packets = [(p.pts, p.is_discard) for p in container.demux(stream) if p.pts is not None]
     if not packets or len(packets) < stream.frames:
@@ -385,10 +372,9 @@ def stored_reader(files, fps):
     read = lambda indices: frames[indices].round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
     return np.asarray(meta["frames_indices"]) / fps, fps, read, meta["total_num_frames"] / fps
 
-READERS = {  # module: (its reader, its errors)
-    "decord": (decord_reader, ["DECORDError", "DECORDLimitReachedError"]),
-    "av": (pyav_reader, ["FFmpegError"]), "PIL.Image": (stills_reader, ["DecompressionBombError"]),
-    "pickle": (stored_reader, ["UnpicklingError"])}
+READERS = {  # by the module that their library's errors come from
+    "decord": decord_reader, "av": pyav_reader, "PIL": stills_reader, "_pickle": stored_reader}
+FILE_ERRORS = OSError, ValueError, LookupError, RuntimeError, EOFError, SyntaxError  # besides a library's own
 
 def files_of(path):
     """What is behind a path: a list of frames, the images of a folder (2 before 10), or the path itself."""
@@ -401,57 +387,47 @@ def files_of(path):
         raise MediaError(path, "is a folder without images")
     return sorted(names, key=lambda name: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", name)])
 
-def cut_short(path):
-    """Whether a box of an mp4 or mov file ends behind the end of the file: decord may then show a last frame
-    over and over instead of failing."""
-    at, end = 0, os.path.getsize(path)
-    with open(path, "rb") as file:
-        while at + 8 <= end:
-            file.seek(at)
-            size, kind, long = struct.unpack(">I4sQ", file.read(16).ljust(16, b"\0"))
-            size = long if size == 1 else size
-            if size < 8 or at == 0 and kind not in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
-                return False  # the box reaches to the end, or this is no such file
-            at += size
-    return at > end
+def header(path):
+    """What PyAV alone knows of a video: codec, rotation, and the number of frames that the file states."""
+    facts = {"codec": "?", "rotation": "?", "stated": 0}
+    if importlib.util.find_spec("av"):
+        import av
+        with (contextlib.suppress(AttributeError, av.FFmpegError, *FILE_ERRORS),
+              av.open(path, metadata_errors="ignore") as container):
+            stream = container.streams.best("video")  # None if there is none
+            facts["stated"] = stream.frames if "mp4" in container.format.name else 0  # others estimate
+            facts["codec"] = f"{stream.codec_context.name} {stream.pix_fmt}"
+            facts["rotation"] = next(container.decode(stream), None).rotation
+    return facts
 
 def with_reader(item, spec, use):
     """use(read, probe of the item); PyAV where decord fails (AV1, GIF, damaged heads) or is missing."""
     files, reasons = files_of(item["path"]), []
     stills = item["kind"] == "image" or files != [item["path"]]
-    if not stills and os.path.isfile(files[0]) and cut_short(files[0]):
-        raise MediaError(files[0], "cannot be decoded: the file is cut short")
-    names = ["pickle"] if files[0].endswith(".pt") else ["PIL.Image"] if stills else ["decord", "av"]
+    names = ["_pickle"] if files[0].endswith(".pt") else ["PIL"] if stills else ["decord", "av"]
+    facts = header(files[0]) if "av" in names else {"codec": "?", "rotation": "?"}
     for name in [name for name in names if name in READERS and importlib.util.find_spec(name)]:
-        start, errors = READERS[name]
-        errors = [getattr(importlib.import_module(name), error) for error in errors]
-        errors += [OSError, ValueError, LookupError, RuntimeError, EOFError, SyntaxError]  # Pillow's
         try:
-            times, rate, read, stored = start(files, item.get("fps") or spec.fps)
+            times, rate, read, stored = READERS[name](files, item.get("fps") or spec.fps)
+            if name == "decord" and len(times) < facts["stated"]:  # it would show a last frame over and over
+                raise ValueError(f"truncated: {len(times)} of {facts['stated']} frames are there")
             height, width = read([0]).shape[1:3]
-            return use(read, item | {"height": height, "width": width, "fps": float(rate), "stored": stored,
-                                     "times": times.tolist(), "reader": name})
-        except tuple(errors) as error:
+            return use(read, item | facts | {"height": height, "width": width, "fps": float(rate),
+                                             "stored": stored, "times": times.tolist(), "reader": name})
+        except Exception as error:
+            if not isinstance(error, FILE_ERRORS) and type(error).__module__.partition(".")[0] != name:
+                raise
             reasons.insert(0, str(error).strip().split("\n")[-1][:200])
         finally:
             read = None  # at once: an idle decord reader decodes ahead without bound
     reasons = dict.fromkeys(reasons or ["install decord or av"])
     raise MediaError(files[0], "cannot be decoded: " + "; ".join(reasons))
 
-def probe(item, spec=MediaSpec(), codec=False):
+def probe(item, spec=MediaSpec()):
     """What a file is, ready for JSON, from headers and first frame. item: a path or one of media_items()."""
     item = item if isinstance(item, dict) else {"kind": "video", "path": os.fspath(item)}
     item_key(item, spec)  # says what is missing or unreadable
-    found = with_reader(item, spec, lambda read, found: plan(found, spec) and found)
-    if codec:  # for people; known to PyAV alone
-        found |= {"codec": "?", "rotation": "?"}
-        if importlib.util.find_spec("av") and found["reader"] in ("decord", "av"):
-            import av
-            with contextlib.suppress(av.FFmpegError), av.open(item["path"]) as container:
-                stream = container.streams.video[0]
-                found["codec"] = f"{stream.codec_context.name} {stream.format.name}"
-                found["rotation"] = next(container.decode(stream)).rotation
-    return found
+    return with_reader(item, spec, lambda read, found: plan(found, spec) and found)
 
 def decode(path, spec, start=None, end=None, fps=None, kind="video"):
     """Samples, decodes and resizes one clip in this process. MediaError if it cannot.
@@ -562,11 +538,10 @@ def evict(cache_dir, limit_bytes):
 
 def load_media(record, spec, cache_dir=None, cache_mode="prefer_cache", load=load_item):
     """Every clip and image of a record, decoded in this process unless load does it elsewhere."""
-    media = Media()
-    for item in media_items(record, cache_mode):
-        clips = media.videos if item["kind"] == "video" else media.stills
-        clips.append(load(item, spec, cache_dir, cache_mode)[0])
-    return media
+    items = media_items(record, cache_mode)
+    clips = [load(item, spec, cache_dir, cache_mode)[0] for item in items]
+    n_videos = len(items) - len(record["images"])
+    return Media(clips[:n_videos], clips[n_videos:])
 
 # ---------------------------------------------------------------- worker processes
 def serve():
@@ -803,12 +778,12 @@ def fit_budget(max_tokens, found, spec, tokenizer=None):
     """spec with the most pixels per frame that fit for a probed clip; where none do, fewer frames."""
     low, high = ((pixels or n * spec.token) // spec.token
                  for pixels, n in ((spec.min_pixels, 4), (spec.max_pixels, 768)))
-    for frames in range(len(plan(found, spec)[0]), 1, -2):
-        for tokens in range(high, low - 1, -1):
-            tried = replace(spec, nframes=frames, min_frames=min(spec.min_frames, frames), max_frames=frames,
-                            min_pixels=low * spec.token, max_pixels=tokens * spec.token)
-            if sum(count_tokens(found, tried, tokenizer)) <= max_tokens:
-                return tried
+    most = len(plan(found, spec)[0])
+    for frames, tokens in itertools.product(range(most, 1, -2), range(high, low - 1, -1)):
+        tried = replace(spec, nframes=frames, min_frames=min(spec.min_frames, frames), max_frames=frames,
+                        min_pixels=low * spec.token, max_pixels=tokens * spec.token)
+        if sum(count_tokens(found, tried, tokenizer)) <= max_tokens:
+            return tried
     raise DataError(f"{found['path']}: 2 frames of {low} tokens exceed {max_tokens}; raise the budget")
 
 def survey(records, loader, prompts, processor=None, form="reason", max_prompt_length=math.inf, system=None):
@@ -839,7 +814,8 @@ def cut(item, spec):
     import av
     start, end, tick = item["start"], item["end"], Fraction(1, 90000)
     def copy(temp):
-        with av.open(item["path"]) as source, av.open(str(temp), "w", format="mp4") as target:
+        with (av.open(item["path"], metadata_errors="ignore") as source,
+              av.open(str(temp), "w", format="mp4") as target):
             stream, first = source.streams.video[0], None
             written, zero = target.add_stream_from_template(stream), stream.start_time or 0
             source.seek(zero + int(start / stream.time_base), stream=stream)
@@ -853,10 +829,9 @@ def cut(item, spec):
     def encode(temp, read, times, width, height, fps, **_):
         low, high = segment(np.array(times), start, end)
         with av.open(str(temp), "w", format="mp4") as target:
-            rate = Fraction(fps).limit_denominator(1001)
-            stream = target.add_stream("libx264", rate=rate, options={"crf": "16"})
-            stream.width, stream.height, stream.time_base = width, height, tick
-            stream.pix_fmt = "yuv444p" if width % 2 or height % 2 else "yuv420p"
+            stream = target.add_stream(
+                "libx264", Fraction(fps).limit_denominator(1001), {"crf": "16"}, width=width, height=height,
+                time_base=tick, pix_fmt="yuv444p" if width % 2 or height % 2 else "yuv420p")
             for i in range(low, high + 1):
                 image = av.VideoFrame.from_ndarray(np.ascontiguousarray(read([i])[0]), format="rgb24")
                 image.pts, image.time_base = round((times[i] - times[low]) / tick), tick
@@ -866,8 +841,7 @@ def cut(item, spec):
     with_reader({"kind": "video", "path": item["path"]}, spec, lambda read, found: write_atomic(
         Path(item["out"]), copy if item["copy"] else lambda temp: encode(temp, read, **found)))
 
-JOBS = {  # what workers can be asked for: job(item, spec, ...)
-    "store": store, "probe": probe, "describe": partial(probe, codec=True), "cut": cut}
+JOBS = {"store": store, "probe": probe, "cut": cut}  # what workers can be asked for: job(item, spec, ...)
 
 def segment_of(row, root, index):
     """A job for cut() from a row; ODV-Bench and LiveSports say in the name of the file what to cut."""
@@ -893,15 +867,14 @@ def finish(answers, summary):
 def probe_files(args, loader):
     kinds = ["image" if file.lower().endswith(IMAGE_SUFFIXES) else "video" for file in args.data]
     items = [{"kind": kind, "path": file} for kind, file in zip(kinds, args.data)]
-    answers = loader.ask_all("describe", items, "opening").values()
+    answers = loader.ask_all("probe", items, "opening").values()
     for found in [answer for answer in answers if isinstance(answer, dict)]:
         (indices, (height, width), _), times = plan(found, loader.spec), np.array(found["times"])
         visual, text = count_tokens(found, loader.spec, args.tokenizer)
         steady = np.abs(times * found["fps"] - np.arange(len(times))).max() <= 0.5
-        print("{path}: {codec}, {width}x{height}, {n} frames, {fps:.3f} fps{vfr}, {seconds:.2f} s, rotation "
-              "{rotation}, read by {reader}".format(n=len(times), vfr="" if steady else " (variable)",
-                                                    seconds=times[-1] + 1 / found["fps"], **found))
-        print(f"  sampled: {len(indices)} frames of {width}x{height}, {visual} visual + {text} text tokens")
+        print(TEXTS["probed"].format(
+            n=len(times), vfr="" if steady else " (variable)", seconds=times[-1] + 1 / found["fps"],
+            sampled=len(indices), size=f"{width}x{height}", visual=visual, text=text, **found))
     return finish(answers, f"{len(answers)} files")
 
 def survey_data(args, loader):
@@ -966,37 +939,32 @@ COMMANDS = {"probe": probe_files, "tokens": survey_data, "check": survey_data, "
             "clip": cut_data}
 
 def main():
-    texts = read_yaml(CONFIGS / "video_io.yaml")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="See COMMAND --help.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in COMMANDS:
-        sub = commands.add_parser(name, help=texts["commands"][name], description=texts["commands"][name],
+    media = {"--" + name.replace("_", "-"): rule for name, rule in TEXTS["media"].items() if "help" in rule}
+    for name, entry in TEXTS["commands"].items():
+        sub = commands.add_parser(name, help=entry["help"], description=entry["help"],
                                   formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        sub.add_argument("data", nargs="+" if name == "probe" else None, help="media files or a data file")
-        if name == "clip":
-            sub.add_argument("out", help="folder for the clips")
-        for flag, (default, note) in texts["flags"].items():
-            kind = {"type": int if default is None else type(default)} if default is not False else {
-                "action": "store_true"}
-            sub.add_argument(f"--{flag}", default=default, help=note, **kind)
+        for flag, options in (entry["arguments"] | TEXTS["flags"] | media).items():
+            default = options.get("default", "")
+            kind = {"type": int if default is None else type(default)} if "action" not in options else {}
+            sub.add_argument(flag, **options, **kind)
     args = parser.parse_args()
     try:
-        settings = {f.name: getattr(args, f.name) for f in fields(MediaSpec) if hasattr(args, f.name)}
+        settings = {name: getattr(args, name) for name in TEXTS["media"] if hasattr(args, name)}
         spec, args.tokenizer, args.processor = MediaSpec(**settings), None, None
         if args.model:
             from transformers import AutoConfig
             args.processor, args.config = load_processor(args.model), AutoConfig.from_pretrained(args.model)
             args.tokenizer, spec = args.processor.tokenizer, media_spec(args.config, **settings)
-        loader = MediaLoader(spec, args.workers or os.cpu_count(), args.timeout, args.cache_dir,
-                             bad_file=args.bad_file, cache_gb=args.cache_gb)
-        with contextlib.closing(loader):
+        with contextlib.closing(MediaLoader(
+                spec, args.workers or os.cpu_count(), args.timeout, args.cache_dir,
+                bad_file=args.bad_file, cache_gb=args.cache_gb)) as loader:
             return COMMANDS[args.command](args, loader)
     except (DataError, OSError) as error:
-        print(one_line(error) if isinstance(error, OSError) else error, file=sys.stderr)
-        return 2
+        parser.exit(2, f"{error}\n")
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        parser.exit(130, "\nstopped; the same command goes on from here\n")
 
 if __name__ == "__main__":
     sys.exit(serve() if sys.argv[1:] == ["_worker"] else main())

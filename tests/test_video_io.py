@@ -472,6 +472,35 @@ def test_formats_decode_to_the_frames_that_were_written(tmp_path, name, codec, p
     assert [grey(clip, i) for i in range(4)] == pytest.approx([20 + 8 * round(t * 10) % 200 for t in times], abs=tolerance)
 
 
+def test_a_tag_that_is_no_unicode_does_not_matter(tmp_path, monkeypatch):
+    path = Path(write_clip(tmp_path / "tag.mkv", 20, 10))
+    path.write_bytes(path.read_bytes().replace(b"Lavf", b"\xff\xfevf"))  # the name of the program that wrote it
+    with pytest.raises(UnicodeDecodeError):
+        av.open(str(path))
+    first = video_io.decode(str(path), SMALL)
+    assert video_io.probe(str(path))["codec"] == "h264 yuv420p"
+    monkeypatch.delitem(video_io.READERS, "decord")
+    assert (video_io.decode(str(path), SMALL).frames.float() - first.frames.float()).abs().max() <= 2
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+def test_a_clip_cut_short_between_two_frames_is_refused(tmp_path, codec):
+    with av.open(write_clip(tmp_path / "a.mp4", 60, 25, codec=codec, options={"g": "10"})) as a:
+        with av.open(str(tmp_path / "b.mp4"), "w", options={"movflags": "faststart"}) as b:
+            out = b.add_stream_from_template(a.streams.video[0])
+            for packet in a.demux(video=0):
+                if packet.dts is not None:
+                    packet.stream = out
+                    b.mux(packet)
+    with av.open(str(tmp_path / "b.mp4")) as b:
+        ends = [packet.pos + packet.size for packet in b.demux(video=0) if packet.size]
+    whole = (tmp_path / "b.mp4").read_bytes()
+    for end in ends[20], ends[39], ends[-2]:
+        (tmp_path / "b.mp4").write_bytes(whole[:end])
+        with pytest.raises(MediaError, match="truncated: .* of 60 frames are there"):
+            video_io.decode(str(tmp_path / "b.mp4"), SMALL)
+
+
 @pytest.fixture
 def hostile(tmp_path, clips):
     whole = Path(write_clip(tmp_path / "whole.mp4", 200, 25)).read_bytes()
