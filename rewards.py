@@ -12,8 +12,8 @@ A row is a record with `response` or `responses`, as in training's rollouts/step
     overall     the sum of these four PARTS by their weights; they stay apart for GDPO to normalise each
     prediction, method     what was read, and the rule that read it
     status      ok (accuracy > 0) | wrong (read, accuracy 0) | invalid (unreadable) | truncated (in <think>)
-A problem type is a reader (text to value, or NoAnswer) and a comparer (two values to 0..1), paired beside
-their words in configs/rewards.yaml. What may hang (math, code, custom rewards) runs in killable workers.
+Problem types: a reader (text to value) and a comparer (two values to 0..1), paired with their words in
+configs/rewards.yaml. What may hang (math, code, custom rewards) runs in killable workers.
 """
 import argparse, ast, bisect, collections, contextlib, dataclasses, difflib, faulthandler, functools
 import itertools, json, logging, math, os, re, resource, runpy, subprocess, sys, tempfile, types, unicodedata
@@ -83,7 +83,7 @@ def answer_region(response: str) -> tuple[str, bool, bool]:
 
 def unbox(text: str) -> str:
     r"""Content of the last \boxed{...}, "" if it never closes; the text itself where there is none."""
-    _, boxed, content = text.rpartition("\\boxed{")
+    _, boxed, content = re.sub(r"\\f?box(?:ed)?\s*\{", r"\\boxed{", text).rpartition("\\boxed{")
     depths = itertools.accumulate((c == "{") - (c == "}") for c in content)
     end = next((i for i, depth in enumerate(depths) if depth < 0), 0)
     return content[:end] if boxed else text
@@ -129,7 +129,8 @@ def decide(text: str, letters: dict, free: dict, weak: dict) -> tuple[str, str]:
         return {i: labels[ord(text[i]) - 0xE000] for i in places}
 
     rejected = {label: i for i, label in spots("{REJECTED}").items()}
-    hedged = {match.start(k) for match in pattern("{HEDGED}").finditer(text) for k in (1, 2)}
+    hedged = {match.start(k) for match in pattern("{HEDGED}").finditer(text) for k in (1, 2)
+              if match.start(1) not in rejected.values()}
     for method, rule in vocabulary()["choice rules"].items():
         found = [(i, label) for i, label in spots(rule).items() if i > rejected.get(label, -1)]
         found = found[-1:] if method == "declared" else found
@@ -172,8 +173,7 @@ def read_label(text: str, record: dict, *_) -> tuple[str, str]:
     mentions = [{label: pattern(text) for label, text in labels[name].items()} for name in ("free", "weak")]
     return decide(prose(text), labels["letters"], *mentions)
 
-def equal(prediction, gold, *_) -> float:
-    return float(prediction == gold)
+equal = lambda prediction, gold, *_: float(prediction == gold)
 
 # ---------------------------------------------------------------- numbers, first rewritten as digits
 
@@ -190,8 +190,7 @@ def clock_value(match) -> str:
 
 def quantity(match) -> float:
     sign, whole, top, low, _ = match.groups()
-    value = float(whole or 0) + float(top) / (float(low or 1) or math.nan)
-    return -value if sign else value
+    return (-1 if sign else 1) * (float(whole or 0) + float(top) / (float(low or 1) or math.nan))
 
 def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     """((value, has a percent sign), method): the number after the last "answer", else after the last "so" or
@@ -199,7 +198,7 @@ def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     text = rewrite(prose(text), "thousands", "digits")
     if pattern("{NONE}").fullmatch(text):
         return (0.0, False), "none is zero"
-    bare = re.sub(r"\([^()]*\)?", lambda match: " " * len(match[0]), text)      # without "(10.5 ft)"
+    bare = pattern("{ASIDE}").sub(lambda match: " " * len(match[0]), text)       # without "(10.5 ft)"
     found = list(pattern("{QUANTITY}").finditer(bare)) or list(pattern("{QUANTITY}").finditer(text))
     need(found, "no number")
     for method, cue in vocabulary()["number cues"].items():
@@ -209,6 +208,8 @@ def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
             break
     first, end = found[0], found[0].end()
     need(math.isfinite(quantity(first)) and not re.match(r"[.,]\d|\^", text[end:end + 2]), "malformed number")
+    bound = pattern("{BOUND}").search(text[max(0, first.start() - 20):first.start()])
+    need(not bound and not pattern("{OPENEND}").match(text, end), "one end of a range", Hedge)
     for other in found[1:]:
         if pattern("{ALSO}").fullmatch(text, end, other.start()):
             need(quantity(other) == quantity(first), "several numbers", Hedge)
@@ -223,8 +224,9 @@ def same_number(prediction, gold, *_) -> float:
 
 def relative_accuracy(prediction, gold, *_) -> float:
     """MRA (VSI-Bench): share of t in numpy.linspace(.5, .95, 10) with |p - g| / |g| <= 1 - t."""
-    (p, _), (g, _) = prediction, gold
-    error = abs(p - g) / abs(g) if g else 0.0 if p == g else math.inf
+    (p, p_percent), (g, g_percent) = prediction, gold
+    off = min(abs(p - g), abs(p / 100 - g) if p_percent > g_percent else math.inf)
+    error = off / abs(g) if g else math.inf if off else 0.0
     return sum(error <= 1 - t for t in [*(0.5 + i * ((0.95 - 0.5) / 9) for i in range(9)), 0.95]) / 10
 
 # ---------------------------------------------------------------- times, boxes and points: one JSON reader
@@ -233,21 +235,19 @@ def json_value(text: str):
     """The last JSON object or list in the text, None where there is none; single quotes are forgiven."""
     need(text.count("[") == text.count("]") and text.count("{") == text.count("}"), "brackets left open")
     text, value, end = text if '"' in text else text.replace("'", '"'), None, 0
+    text = re.sub(r"([{,]\s*)(\d{1,9}(?:\.\d+)?)\s*:", r'\1"\2":', text)      # {8: [...]} is Python's
     for opening in itertools.islice(re.finditer(r"[\[{]", text), 5000):
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):      # too deep a nesting ends the search
             if opening.start() >= end:
                 value, end = json.JSONDecoder().raw_decode(text, opening.start())
     return value
 
 def numbers(value, scale=(1, 1)) -> list[float]:
-    """Numbers of a JSON value in order; strings with words do not count. Of an object, those of the fields
-    that mean times or boxes, where it has any. scale: factors of every first and second."""
+    """Numbers of a JSON value in order, without words, NaN or null; of an object, of times and boxes."""
     if isinstance(value, dict):
         value = [value[key] for key in value if pattern("{FIELDS}").search(key)] or list(value.values())
-    if isinstance(value, list):
-        found = [number for item in value for number in numbers(item)]
-    else:                                          # NaN, null and true are labels too
-        found = [] if pattern("{LABELLED}").search(str(value)) else pattern("{SIGNED}").findall(str(value))
+    found = ([number for item in value for number in numbers(item)] if isinstance(value, list) else
+             [] if pattern("{LABELLED}").search(str(value)) else pattern("{SIGNED}").findall(str(value)))
     need(all(abs(float(number)) < 1e9 for number in found), "too large a number")
     return [float(number) * scale[i % 2] for i, number in enumerate(found)]
 
@@ -269,8 +269,8 @@ def box_scale(record: dict, *_) -> tuple[float, float]:
     return size[0] / 1000, size[1] / 1000
 
 def read_marks(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
-    """{"time": [s, e], "boxes": {"8": [x1, y1, x2, y2], ...} or one box, "positive_points": [[x, y], ...],
-    "negative_points", "mask"} as needed, or times or boxes alone. Of ranges in prose the last is meant."""
+    """{"time": [s, e], "boxes": {"8": [x1, y1, x2, y2], ...} or a box, "positive_points", "negative_points",
+    "mask"} as needed, or times or boxes alone. Of ranges in prose the last is meant."""
     kind = canonical(record["problem_type"])
     text = rewrite(plain(text)[-20_000:], "clocks", "digits", "durations")
     main, value = "time" if kind == "temporal grounding" else "boxes", json_value(text)
@@ -300,13 +300,11 @@ def box_iou(a, b) -> float:
 
 def span_iou(prediction, gold, *_) -> float:
     """Seconds in both over seconds in either: a window too many costs what it covers in vain."""
-    p, g = covered(prediction["time"]), covered(gold["time"])
-    either = covered(prediction["time"] + gold["time"])
+    p, g, either = map(covered, (prediction["time"], gold["time"], prediction["time"] + gold["time"]))
     return round((p + g - either) / max(either, 1e-9), 9)
 
 def boxes_iou(prediction, gold, record, *_) -> float:
-    """Mean box IoU over the seconds (without seconds: places in the list) of either, so extra boxes cost; in
-    tracking over the gold's alone, where leaving out the hard ones does not pay."""
+    """Mean box IoU over the seconds (or places in the list) of either; in tracking over the gold's alone."""
     p, g = prediction["boxes"], gold["boxes"]
     seconds = g if canonical(record["problem_type"]) == "tracking" else p | g
     return sum(box_iou(p[t], g[t]) for t in seconds if t in p and t in g) / max(len(seconds), 1)
@@ -351,8 +349,7 @@ def read_ocr(text: str, record: dict, *_) -> tuple[str, str]:
 
 def word_accuracy(prediction, gold, *_) -> float:
     """1 - word error rate, at least 0."""
-    gold = words(gold)
-    return max(0.0, 1 - Levenshtein.distance(gold, words(prediction)) / max(len(gold), 1))
+    return max(0.0, 1 - Levenshtein.distance(words(gold), words(prediction)) / max(len(words(gold)), 1))
 
 def short_answer(text: str, gold: str) -> str:
     """An answer as a phrase to compare with the gold's, without "It is a" or "The answer is" in front."""
@@ -381,7 +378,7 @@ def read_math(text: str, record: dict, *_) -> tuple[str, str]:
             return read_choice(text, record)[0], "option"
     parts = pattern("{ANSWERS}").split(text)
     text = parts[-1].strip().split("\n")[0] if parts[1:] else text
-    text = (re.findall(r"\$([^$]+)\$", text) or [text])[-1]
+    text = (re.findall(r"(?<!\\)\$((?:[^$\\]|\\.)+)\$", text) or [text])[-1]
     return read_text(plain(text).strip(" .,;")[:2000])
 
 def same_math(prediction, gold, record, _) -> float:
@@ -397,8 +394,9 @@ def same_math(prediction, gold, record, _) -> float:
     return float(bool(p and g) and verify(g, p, timeout_seconds=None, allow_set_relation_comp=True))
 
 def fenced(text: str) -> str:
-    """Inside of the last ``` block, or the text."""
-    return (re.findall(r"```(?:[\w+-]*\n)?(.*?)(?:```|\Z)", text, re.S) or [text])[-1]
+    """Inside of the last ``` block that defines something or holds tags, else of the last, or the text."""
+    blocks = re.findall(r"```(?:[\w+-]*\n)?(.*?)(?:```|\Z)", text, re.S) or [text]
+    return next((b for b in blocks[::-1] if re.search(r"^[ \t]*(?:def |class |<)", b, re.M)), blocks[-1])
 
 def read_code(text: str, *_) -> tuple[str, str]:
     code = fenced(text).replace("\0", "").encode(errors="replace").decode().strip()
@@ -456,9 +454,9 @@ def functions_of(kind: str) -> list:
 def place(record: dict) -> str:
     return record.get("where") or record.get("key") or f"record {record.get('problem_id', '')}".strip()
 
-def read_gold(kind: str, record: dict):
+def read_gold(kind: str, record: dict, settings: RewardSettings):
     """The gold's value; None for code that is judged by its tests."""
-    tested = kind == "code" and record.get("tests")
+    tested = kind == "code" and record.get("tests") and settings.allow_code_execution
     return None if tested else functions_of(kind)[0](gold_text(record), record)[0]
 
 def check_record(record: dict, settings: RewardSettings = RewardSettings()) -> None:
@@ -468,8 +466,10 @@ def check_record(record: dict, settings: RewardSettings = RewardSettings()) -> N
     try:
         kind = canonical(record.get("problem_type"))
         box_scale(record)
-        gold = read_gold(kind, record)
+        gold = read_gold(kind, record, settings)
+        need(isinstance(record.get("tests") or [], list), "`tests` must be a list of texts", ValueError)
         need(kind in MAY_HANG or functions_of(kind)[1](gold, gold, record, settings), "it scores 0 itself")
+        kind == "segmentation" and inside(0, 0, gold)          # an error if its mask is none
     except (ValueError, SyntaxError, TypeError, LookupError) as error:
         unread = f"answer {gold_text(record)[:80]!r} cannot be read as {record.get('problem_type')}: "
         raise ValueError(f"{place(record)}: {unread if type(error) != ValueError else ''}{error}") from None
@@ -506,7 +506,7 @@ def score_here(record: dict, response: str, settings: RewardSettings) -> dict:
     read, compare = functions_of(kind := canonical(record["problem_type"]))
     try:
         prediction, method = read(unbox(answer), record, box_scale(record))
-        accuracy = float(compare(prediction, read_gold(kind, record), record, settings))
+        accuracy = float(compare(prediction, read_gold(kind, record, settings), record, settings))
     except (NoAnswer, SyntaxError, RecursionError, MemoryError) as error:
         return out | {"status": "wrong" if isinstance(error, Hedge) else "invalid", "format": 0.5 * tagged,
                       "method": str(error) or type(error).__name__}
@@ -517,8 +517,7 @@ def finish(out: dict, record: dict, response: str, length: int | None, settings:
     out = {"status": "ok" if out["accuracy"] > 0 else "wrong"} | out
     if out.pop("failed", False) and settings.reward:
         out["method"] = f"reward {settings.reward} on {place(record)}: {out['method']}"
-        remedy = "on_reward_error: zero counts it as 0 instead"
-        need(settings.on_reward_error == "zero", f"{out['method']} ({remedy})", RewardError)
+        need(settings.on_reward_error == "zero", out["method"] + "; on_reward_error: zero goes on", RewardError)
         logging.warning("%s; scored 0", out["method"])
     if settings.overlong_limit:
         need(length is not None, "overlong_limit is set: scoring needs the lengths in tokens", ValueError)
@@ -615,9 +614,10 @@ def main():
     try:
         status, (n, explained, workers) = args.show[0], map(int, (args.show[1], args.explain, args.workers))
         rows = list(read_rows(args.file, settings))
+        args.out and Path(args.out + ".tmp").write_text("")          # a folder that is missing shows now
+        need(0 <= explained <= len(rows), f"--explain {explained}: of {len(rows)} responses", ValueError)
         rows = rows[explained - 1:explained] if explained else rows
-        texts = [row["response"] for row in rows]
-        results = Scorer(settings, workers or os.cpu_count()).score_many(rows, texts)
+        results = Scorer(settings, workers or os.cpu_count()).score_many(rows, [r["response"] for r in rows])
     except (OSError, ValueError, RewardError) as error:
         sys.exit(print(error, file=sys.stderr) or 2)
     rows = [row | result for row, result in zip(rows, results)]

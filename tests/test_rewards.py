@@ -861,6 +861,169 @@ def test_any_text_gets_a_valid_score(text):
         json.dumps(out)
 
 
+SCENES = ["A. A man sits", "B. A woman is running", "C. A dog is sleeping", "D. A cat jumps"]
+WORDINGS = [  # problem type, gold, options, accuracy, answers in other words
+    ('multiple choice', 'C', SCENES, 0.0, [
+        'I would not choose C.', "I don't think it is C", 'I do not think the answer is C.',
+        "The answer can't be C", 'The answer is unlikely to be C', 'The wrong answer is C',
+        'incorrect answer: C', 'Incorrect option: C', '不能选C', '不应该选C', '不可能是C', '答案不可能是C', '不选C', 'C不正确',
+    ]),
+    ('multiple choice', 'B', SCENES, 0.0, [
+        'The answer is B (or C)', 'The answer is B, or possibly C', 'The answer is B, possibly C',
+        "I think it's B, but it could be C.", 'B; C',
+        'The correct answer is B. A woman is running or C. A dog is sleeping',
+    ]),
+    ('multiple choice', 'A', SCENES, 0.0, [
+        '(A)(B)', 'A.B.C.',
+    ]),
+    ('multiple choice', 'C', SCENES, 1.0, [
+        'The most likely option is C', 'It should be C', 'the answer is actually C', 'the answer is indeed C',
+        'Maybe C', 'Perhaps C', 'Most likely C', 'Definitely C!', "I'm going with C", 'Going with C.',
+        'I selected C', 'The solution is C', 'The correct one is C', 'In conclusion, C.',
+        'This corresponds to option C', 'This matches option C.', 'Letter C', 'C (not B)', 'C and not B',
+        'not B, C', 'Neither A nor B; C', 'We can eliminate A, B and D. That leaves C.',
+        '{"choice": "C", "reason": "A dog is shown"}', 'C选项', 'C 项正确', 'C对', 'A错误，B错误，D错误，所以C', '\\boxed {C}',
+        '\\fbox{C}', '\\boxed{\\textit{C}}', '\\boxed{\\textsf{C}}', '\\boxed{\\bf C}',
+        'The answer is A. No, C.', 'The answer is not B but C', 'The answer is not A. It is C.',
+    ]),
+    ('multiple choice', 'B', SCENES, 1.0, [
+        "The answer could be A or B, but I'm going with B.", 'B', '**B**', '(B)', 'Answer: B',
+        'The answer is B. A woman is running.', 'I choose B because she runs', 'It is B, not C.',
+        'B is correct; A is wrong', 'B. A woman is running, not C. A dog is sleeping',
+    ]),
+    ('multiple choice', 'B', ["left", "right"], 1.0, [
+        'right', 'He turns right.',
+    ]),
+    ('numerical', '3', None, 0.0, [
+        '3 (or 4)', '3, maybe 4', '3 people, or possibly 4', '3个或4个', '3.0 \\pm 0.1', 'more than 3',
+    ]),
+    ('numerical', '5', None, 0.0, [
+        '5 or more', '5+', '>5', 'less than 5', 'no more than 5', 'The answer is not 5', 'at least 5',
+    ]),
+    ('numerical', '6', None, 1.0, [
+        'The answer is not 5 but 6', 'Not 5 but 6',
+    ]),
+    ('numerical', '7', None, 1.0, [
+        'Answer: 3+4=7', '3 + 4 = 7',
+    ]),
+    ('numerical', '12', None, 1.0, [
+        'The answer: 3 × 4 = 12',
+    ]),
+    ('numerical', '5', None, 1.0, [
+        '5 = 2 + 3', '5 in total: 3 red, 2 blue', '有三只狗和两只猫，共五只',
+        'In the 30-second video, the man jumps 5 times', 'about 5', 'exactly 5 people', '5 (five)',
+    ]),
+    ('numerical', '8', None, 1.0, [
+        'The answer is: 8\n\nExplanation: 5+3',
+    ]),
+    ('numerical', '0.125', None, 1.0, [
+        '百分之十二点五',
+    ]),
+    ('numerical', '500000', None, 1.0, [
+        'half a million',
+    ]),
+    ('numerical', '2.75', None, 1.0, [
+        'two and three quarters',
+    ]),
+    ('numerical', '0.6', None, 1.0, [
+        'three fifths',
+    ]),
+    ('numerical', '0.33', None, 1.0, [
+        'a third', 'one third',
+    ]),
+    ('numerical', '0.75', None, 1.0, [
+        '\\frac34',
+    ]),
+    ('numerical', '3000', None, 1.0, [
+        '3k',
+    ]),
+    ('numerical', '1', None, 1.0, [
+        'once',
+    ]),
+    ('numerical', '2', None, 1.0, [
+        'twice',
+    ]),
+    ('numerical', '0.5', None, 1.0, [
+        '半', 'half',
+    ]),
+    ('regression', '0.5', None, 1.0, [
+        '50%',
+    ]),
+    ('boolean', 'no', None, 1.0, [
+        'Most likely no.', '这是错误的', '答案是否', 'Nope', 'Absolutely not', 'Not at all', '不', '不会', '没有', '不，他没有',
+        'No, he does not.',
+    ]),
+    ('boolean', 'yes', None, 1.0, [
+        'Yeah', '没错', '有', 'Most likely yes', '这是正确的', 'That is right', 'Correct.', 'Yep',
+    ]),
+    ('boolean', 'yes', None, 0.0, [
+        'The man on the right', 'He turns right and goes',
+    ]),
+    ('llava preference', '2', None, 1.0, [
+        'Answer: 2', '2 is better', 'Response 1 is worse than response 2', 'B', 'Response 2 is better',
+    ]),
+    ('llava preference', '1', None, 1.0, [
+        '1 is better than 2', 'A > B', 'Response 1',
+    ]),
+    ('llava preference', '1', None, 0.0, [
+        'Response 1 or 2',
+    ]),
+    ('temporal grounding', '[3, 7]', None, 1.0, [
+        '开始于3秒，结束于7秒', 'from 3 through 7 seconds', '３秒から７秒', '3s - 7s', 'between 3 and 7 seconds',
+    ]),
+    ('temporal grounding', '[30,60]', None, 1.0, [
+        'half a minute to one minute',
+    ]),
+    ('temporal grounding', '[63,127]', None, 1.0, [
+        '1\'03" to 2\'07"',
+    ]),
+    ('temporal grounding', '[0,5]', None, 1.0, [
+        'the first 5 seconds',
+    ]),
+    ('ocr', 'STOP', None, 1.0, [
+        "The sign says 'STOP'", 'The text reads: STOP', 'The answer is STOP', 'The sign reads "STOP"', 'STOP',
+    ]),
+    ('ocr', '停车场', None, 1.0, [
+        '文字是「停车场」',
+    ]),
+    ('math', '100000', None, 1.0, [
+        '1e5',
+    ]),
+    ('math', '18', None, 1.0, [
+        '$\\$18$',
+    ]),
+    ('spatial-temporal grounding', '{"time": [8, 9], "boxes": {"8": [1,2,30,40], "9": [1,2,30,40]}}', None, 1.0, [
+        '{"time": [8, 9], "boxes": {8: [1,2,30,40], 9: [1,2,30,40]}}',
+    ]),
+]
+
+
+
+@pytest.mark.parametrize("kind,gold,options,accuracy,answers", WORDINGS)
+def test_wordings_of_models(kind, gold, options, accuracy, answers):
+    """No to a letter is no vote for it, two letters are none; open ranges are no number; and what people say."""
+    record = {"problem_type": kind, "answer": gold, "options": options}
+    assert {text: rewards.score(record, text)["accuracy"] for text in answers} == dict.fromkeys(answers, accuracy)
+
+
+def test_code_with_tests_is_compared_with_its_gold_while_execution_is_off():
+    code = "def f(x):\n    return x * x\n"
+    record = {"problem_type": "code", "answer": code, "tests": ["assert f(2) == 4"], "where": "a:1"}
+    rewards.check_record(record)
+    answer = f"```python\n{code}```\nIt prints:\n```\n4\n```"  # the last block is no solution
+    assert rewards.score(record, answer)["accuracy"] == 1
+    for wrong, hint in (({"answer": ""}, "cannot be read as code"), ({"tests": 5}, "`tests` must be a list")):
+        with pytest.raises(ValueError, match=hint):
+            rewards.check_record(record | wrong)
+
+
+def test_a_mask_that_is_none_is_refused_at_load():
+    gold = {"boxes": [1, 2, 3, 4], "mask": {"size": [4], "counts": [1]}, "positive_points": [[1, 2]]}
+    record = {"problem_type": "segmentation", "answer": json.dumps(gold), "where": "a:1"}
+    with pytest.raises(ValueError, match="a:1"):
+        rewards.check_record(record)
+
+
 @pytest.mark.parametrize(
     "unit",
     [
@@ -891,6 +1054,11 @@ def test_any_text_gets_a_valid_score(text):
         "- ",
         "0:",
         "yes or ",
+        "9",
+        '{"a":',
+        "(A)(B)",
+        "half a ",
+        "不能",
     ],
 )
 def test_work_grows_linearly_with_the_text(unit):
