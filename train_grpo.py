@@ -32,12 +32,14 @@ import jsonschema
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForImageTextToText
 from transformers.utils import is_flash_attn_2_available
 
 import rewards
@@ -47,7 +49,7 @@ from video_io import DataError
 
 # ---------------------------------------------------------------------------------------- config
 
-FIELDS = yaml.safe_load((Path(__file__).parent / "configs/fields.yaml").read_text())  # {name: schema}
+FIELDS = video_io.read_yaml(video_io.CONFIGS / "fields.yaml")  # {name: JSON Schema with default}
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 Config = dataclasses.make_dataclass("Config", [
     (name, type(f["default"]), field(default_factory=functools.partial(copy.copy, f["default"])))
@@ -57,22 +59,18 @@ def load_config(path, overrides=()):
     """YAML file plus `key=value` words, values in YAML.  Whatever is wrong raises DataError in one line."""
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
-        values.update((word.partition("=")[0], yaml.safe_load(word.partition("=")[2])) for word in overrides)
-    except OSError as e:
-        raise DataError(f"{path}: cannot read the config ({e.strerror}); try configs/toy.yaml")
-    except (yaml.YAMLError, AttributeError, ValueError) as e:
-        raise DataError(f"{path}: not `key: value` lines of YAML: {' '.join(str(e).split())}")
+        values.update((key, yaml.safe_load(value)) for key, _, value in (w.partition("=") for w in overrides))
+    except (OSError, yaml.YAMLError, AttributeError, ValueError) as e:
+        raise DataError(f"{path}: not a file of `key: value` lines in YAML like configs/toy.yaml: "
+                        f"{' '.join(str(e).split())}")
     if algo := values.get("algo"):
-        algorithms = yaml.safe_load((Path(__file__).parent / "configs/algorithms.yaml").read_text())
+        algorithms = video_io.read_yaml(video_io.CONFIGS / "algorithms.yaml")
         if algo not in algorithms:
             raise DataError(f"{path}: algo is {algo!r}, not one of {', '.join(algorithms)}")
-        values = {**algorithms[algo], **values}
+        values = algorithms[algo] | values
         if os.environ.get("RANK", "0") == "0":
             print(f"algo {algo}: " + ", ".join(f"{k} {values[k]}" for k in algorithms[algo]), file=sys.stderr)
-    cfg = Config(**check_fields(values, path))
-    if wrong := [key for key in cfg.val if not FIELDS.get(key, {}).get("val")]:
-        raise DataError(f"{path}: val holds {wrong[0]!r}; it may hold "
-                        f"{', '.join(key for key, f in FIELDS.items() if f.get('val'))}")
+    cfg = Config(**check_fields({name: f["default"] for name, f in FIELDS.items()} | values, path))
     cfg.val = check_fields(cfg.val, f"{path}: val")
     check_config(cfg, path)
     return cfg
@@ -84,7 +82,7 @@ def check_fields(values, path):
         if key not in FIELDS:
             near = difflib.get_close_matches(str(key), FIELDS, n=3, cutoff=0.5) or ["a field of fields.yaml"]
             raise DataError(f"{path}: unknown key {key!r}; did you mean {' or '.join(near)}?")
-        kind, schema = type(FIELDS[key]["default"]), FIELDS[key]
+        schema, kind = FIELDS[key], type(FIELDS[key]["default"])
         if kind is list and isinstance(value, str):
             value = [value]
         if value is False and "off" in schema.get("enum", ()):  # what YAML makes of a bare off
@@ -92,30 +90,26 @@ def check_fields(values, path):
         if kind is float and isinstance(value, str):  # what YAML makes of 1e-6
             with contextlib.suppress(ValueError):
                 value = float(value)
-        check = jsonschema.Draft202012Validator(dict(schema, type=JSON_TYPES[kind]))
-        if errors := list(check.iter_errors(value)):
-            raise DataError(f"{path}: {key} is {value!r}: {errors[0].message}")
-        if kind is float and not math.isfinite(value):
-            raise DataError(f"{path}: {key} is {value!r}, not a finite number")
+        check = jsonschema.Draft202012Validator(schema | {"type": JSON_TYPES[kind]})
+        faults = [error.message for error in check.iter_errors(value)]
+        if kind is float and not faults and not math.isfinite(value):
+            faults = ["not a finite number"]
+        if faults:
+            raise DataError(f"{path}: {key} is {value!r}: {faults[0]} {schema.get('hint', '')}".rstrip())
         checked[key] = kind(value)
     return checked
 
 def check_config(cfg, path):
     """Checks across fields that need no file; each message names the values and the fix."""
-    whole = cfg.max_prompt_length + longest_response(cfg)
+    whole = cfg.max_prompt_length + cfg.max_response_length
     for bad, message in (
-            (not cfg.model, "model is empty; set it there or add model=... to the command"),
-            (not cfg.train_files, "train_files is empty; set it there or add train_files=... to the command"),
             (cfg.max_tokens_per_pack < whole,
              f"max_tokens_per_pack is {cfg.max_tokens_per_pack}, below {whole}, a prompt with a response"),
             (cfg.prompts_per_step < cfg.updates_per_rollout,
              f"prompts_per_step is {cfg.prompts_per_step}, fewer than updates_per_rollout"),
             (cfg.temperature < 0.01, f"temperature is {cfg.temperature}; training needs 0.01 or more"),
-            (cfg.max_grad_norm == 0, "max_grad_norm is 0: no step would be taken"),
             (cfg.max_refills and cfg.advantage == "reinforce_pp",
              f"max_refills is {cfg.max_refills}, but reinforce_pp learns from groups without spread too"),
-            (0 < cfg.dual_clip <= 1, f"dual_clip is {cfg.dual_clip}, not 0 or above 1"),
-            (0 < cfg.cispo_cap < 1, f"cispo_cap is {cfg.cispo_cap}, not 0 or at least 1"),
             (cfg.advantage == "gdpo" and cfg.kl == "reward", "advantage is gdpo, which takes no kl=reward"),
             (cfg.overlong_buffer >= cfg.max_response_length,
              f"overlong_buffer is {cfg.overlong_buffer}, not below max_response_length")):
@@ -126,19 +120,12 @@ def check_config(cfg, path):
               "a truncated distribution, and the ratio would be biased", file=sys.stderr)
         cfg.importance = "off"
 
-def longest_response(cfg):
-    return max(cfg.max_response_length, cfg.val.get("max_response_length", 0))
-
 # ---------------------------------------------------------------------------------------- data
 
 def record_at(position, records, seed):
     """The record at a place of the endless training order: a permutation per epoch, fixed by the seed."""
     epoch, offset = divmod(position, len(records))
     return records[np.random.default_rng([seed, epoch]).permutation(len(records))[offset]]
-
-def sample_seed(*parts):
-    """A sampling seed that depends on its arguments alone, so that a resumed run draws the same responses."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
 
 # ---------------------------------------------------------------------------------------- advantages and loss
 
@@ -183,16 +170,16 @@ def set_advantages(cfg, groups, kl_coef=0.0, everyone=lambda x: [x]):
     """Fill in group.advantages: one () tensor per response, or (R,) where tokens differ (reinforce_pp with KL
     in the reward: what is still to come).  Over the batch of all processes where the formula says so."""
     for group in groups:
-        overall = torch.tensor([s["overall"] for s in group.scores], dtype=torch.float64)
+        scores = lambda key: torch.tensor([s[key] for s in group.scores], dtype=torch.float64)
+        overall = scores("overall")
         if cfg.kl == "reward":  # per token, summed over the response
             kl = [kl_coef * kl_penalty(old, ref, cfg.kl_kind).double()
                   for old, ref in zip(group.old_logprobs, group.ref_logprobs)]
             overall = overall - torch.stack([k.sum() for k in kl])
         if cfg.advantage == "gdpo":
             parts = {"accuracy": 1 - cfg.format_weight, "format": cfg.format_weight, "overlong": 1.0}
-            group.advantages = sum(weight * group_advantages(
-                torch.tensor([s[key] for s in group.scores], dtype=torch.float64), "grpo")
-                for key, weight in parts.items() if key in group.scores[0])
+            group.advantages = sum(weight * group_advantages(scores(key), "grpo")
+                                   for key, weight in parts.items() if key in group.scores[0])
         else:
             greedy = group.greedy_score["overall"] if cfg.advantage == "remax" else 0.0
             group.advantages = group_advantages(overall, cfg.advantage, greedy)
@@ -212,10 +199,9 @@ def token_weights(lengths, kind, total_tokens, total_sequences, max_length):
     token: 1 / all tokens (DAPO).  sequence: mean over sequences of their token means (GRPO).  constant:
     1 / (sequences * max_length) (Dr. GRPO).
     """
-    share = {"token": lambda length: 1 / total_tokens,
-             "sequence": lambda length: 1 / (total_sequences * length),
-             "constant": lambda length: 1 / (total_sequences * max_length)}[kind]
-    return torch.cat([torch.full((length,), share(length)) for length in lengths])
+    shares = ({"token": 1 / total_tokens, "sequence": 1 / (total_sequences * length),
+               "constant": 1 / (total_sequences * max_length)}[kind] for length in lengths)
+    return torch.cat([torch.full((length,), share) for length, share in zip(lengths, shares)])
 
 def policy_loss(logprobs, old_logprobs, advantages, lengths, kind="ppo", clip_low=0.2, clip_high=0.28,
                 dual_clip=0.0, cispo_cap=5.0):
@@ -285,15 +271,18 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
             k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
         return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k,
                            scale=scale, window_size=(-1, 0) if causal else (-1, -1))
-    out, starts_q, starts_k = [], cu_q.tolist(), cu_k.tolist()
-    for i in range(len(starts_q) - 1):
-        queries = q[starts_q[i]:starts_q[i + 1]].transpose(0, 1)[None]  # (1, H, Lq, D)
-        keys, values = (x[starts_k[i]:starts_k[i + 1]].transpose(0, 1)[None] for x in (k, v))
-        length_q, length_k = queries.shape[2], keys.shape[2]
-        mask = torch.ones(length_q, length_k, dtype=torch.bool).tril(length_k - length_q) if causal else None
-        out.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale,
-                                                  enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(out)  # (Tq, H, D)
+    alike, parts, places = defaultdict(list), [], []  # segments of the same lengths go through sdpa together
+    for i, lengths in enumerate(zip(cu_q.diff().tolist(), cu_k.diff().tolist())):
+        alike[lengths].append(i)
+    for (n_q, n_k), some in alike.items():
+        at_q, at_k = ((cu[some, None] + torch.arange(n)).flatten() for cu, n in ((cu_q, n_q), (cu_k, n_k)))
+        queries, keys, values = (x.index_select(0, at).unflatten(0, (len(some), -1)).transpose(1, 2)
+                                 for x, at in ((q, at_q), (k, at_k), (v, at_k)))  # (segments, H, n, D)
+        mask = torch.ones(n_q, n_k, dtype=torch.bool).tril(n_k - n_q) if causal else None
+        parts.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale,
+                                                    enable_gqa=True).transpose(1, 2).flatten(0, 1))
+        places.append(at_q)
+    return torch.cat(parts).index_select(0, torch.cat(places).argsort())  # (Tq, H, D)
 
 def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, kv_index=None, cu_q=None,
                    cu_k=None, max_q=None, max_k=None, **unused):
@@ -316,8 +305,6 @@ def vision_attention(module, q, k, v, attention_mask=None, scaling=None, dropout
 
 def load_policy(cfg, device, reference=False):
     """The model with our attention, in float32 (master weights); a reference in the dtype it computes in."""
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForImageTextToText
-
     AttentionInterface.register("shared_prefix", text_attention)
     AttentionMaskInterface.register("shared_prefix", lambda *args, **kwargs: None)
     # Only a name with "flash" in it is handed all frames at once; other names get one call per frame.
@@ -363,6 +350,8 @@ def shard(model, cfg, device, world):
     """FSDP2 over all processes: each vision block and decoder layer, then the root.  On GPU also for a single
     process, since FSDP is what keeps float32 master weights and computes in bfloat16.  shard_size below the
     number of processes: that many share one copy of the weights, and copies average gradients (HSDP)."""
+    if world == 1 and device.type == "cpu":
+        return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -375,6 +364,7 @@ def shard(model, cfg, device, world):
     offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
     for block in [*model.model.visual.blocks, *model.model.language_model.layers, model]:
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    return model
 
 def packed_logprobs(model, pack, temperature, banned):
     """Log-probability and entropy of every response token of a pack: two (R,) float32 tensors.
@@ -417,9 +407,7 @@ def make_packs(groups, max_tokens, alone=False):
     """Fill packs of at most max_tokens with whole groups, largest first.  A pack is a list of (group, indices
     of its responses); a group larger than a pack is split by responses, its prompt repeated, never cut.
     alone: one response per pack, for models with recurrent layers, whose state would run into the next."""
-    if alone:
-        return [[(group, [i])] for group in groups for i in range(len(group.responses))]
-    pieces = []
+    pieces, max_tokens = [], 0 if alone else max_tokens
     for group in groups:
         piece, used = [], len(group.prompt_ids)
         for i, response in enumerate(group.responses):
@@ -445,51 +433,33 @@ def build_pack(contents, vision, device):
     prompt, r1, r2, ..., next prompt, ...; a response continues at max(prompt positions) + 1 in all three
     M-RoPE rows.
     """
-    ids, types, positions, kv_index, predict, lengths = [], [], [], [], [], []
-    len_q, len_k, media = [], [], defaultdict(list)
+    segments, predict, media, T = [], [], defaultdict(list), 0
     for group, indices in contents:
         inputs, P = vision(group), len(group.prompt_ids)
-        for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
-            if key in inputs:
-                media[key].append(inputs[key])
-        prompt_at = torch.arange(len(ids), len(ids) + P)
-        prompt_positions = inputs["position_ids"][:, 0].cpu()  # (4, P): text, t, h, w
-        following = int(prompt_positions[1:].max()) + 1
-        ids += group.prompt_ids
-        types.append(inputs["mm_token_type_ids"][0].cpu())
-        positions.append(prompt_positions)
-        kv_index.append(prompt_at)
-        len_q.append(P)
-        len_k.append(P)
-        for i in indices:
-            R = len(group.responses[i].ids)
-            row, response_at = torch.arange(R), torch.arange(len(ids), len(ids) + R)
-            ids += group.responses[i].ids
-            types.append(torch.zeros(R, dtype=torch.long))
-            positions.append(torch.stack([P + row] + [following + row] * 3))
-            kv_index += [prompt_at, response_at]
-            predict += [prompt_at[-1:], response_at[:-1]]  # the last prompt token predicts the first of these
-            len_q.append(R)
-            len_k.append(P + R)
-            lengths.append(R)
-    targets = [token for group, indices in contents for i in indices for token in group.responses[i].ids]
+        prompt_at, positions = torch.arange(T, T + P), inputs.pop("position_ids")[:, 0].cpu()  # (4, P)
+        segments.append((group.prompt_ids, inputs.pop("mm_token_type_ids")[0].cpu(), positions, prompt_at))
+        T, following = T + P, positions[1:].max() + 1  # of the rows t, h, w; the first counts tokens
+        for ids in (group.responses[i].ids for i in indices):
+            row = torch.arange(len(ids))
+            segments.append((ids, torch.zeros_like(row), torch.stack([P + row] + [following + row] * 3),
+                             torch.cat([prompt_at, T + row])))
+            predict += [prompt_at[-1:], T + row[:-1]]  # the last prompt token predicts the first of these
+            T += len(ids)
+        for key, tensor in inputs.items():  # pixels and grids of images and clips
+            media[key].append(tensor)
+    ids, types, positions, seen = zip(*segments)
+    responses = [group.responses[i].ids for group, indices in contents for i in indices]
+    len_q, len_k = list(map(len, ids)), list(map(len, seen))
     cu_q, cu_k = (F.pad(torch.tensor(lens).cumsum(0), (1, 0)).to(torch.int32) for lens in (len_q, len_k))
-    host = dict(input_ids=torch.tensor(ids)[None], mm_token_type_ids=torch.cat(types)[None],  # (1, T)
-                position_ids=torch.cat(positions, 1)[:, None],  # (4, 1, T)
-                targets=torch.tensor(targets), predict_index=torch.cat(predict))  # (R,)
-    pack = {key: x.to(device) for key, x in host.items()}
-    pack["vision"] = {key: torch.cat(x).to(device) for key, x in media.items()}
-    pack["attention"] = dict(kv_index=torch.cat(kv_index).to(device), cu_q=cu_q.to(device),
-                             cu_k=cu_k.to(device), max_q=max(len_q), max_k=max(len_k))
-    return dict(pack, lengths=lengths)
-
-def dummy_pack(device):
-    """Two text tokens whose loss counts nothing: what a process runs when the others still have packs."""
-    ids, index = torch.zeros(1, 2, dtype=torch.long, device=device), torch.arange(2, device=device)
-    cu = torch.tensor([0, 2], dtype=torch.int32, device=device)
-    return dict(input_ids=ids, mm_token_type_ids=ids, position_ids=index.expand(4, 1, 2), targets=ids[0, :1],
-                predict_index=index[:1], vision={}, lengths=[1],
-                attention=dict(kv_index=index, cu_q=cu, cu_k=cu, max_q=2, max_k=2))
+    pack = dict(input_ids=torch.tensor(sum(ids, []))[None],  # (1, T)
+                mm_token_type_ids=torch.cat(types)[None], position_ids=torch.cat(positions, 1)[:, None],
+                targets=torch.tensor(sum(responses, [])), predict_index=torch.cat(predict))  # (R,)
+    attention = dict(kv_index=torch.cat(seen), cu_q=cu_q, cu_k=cu_k)
+    vision = {key: torch.cat(x) for key, x in media.items()}
+    pack, attention, vision = ({key: x.to(device) for key, x in tensors.items()}
+                               for tensors in (pack, attention, vision))
+    attention |= dict(max_q=max(len_q), max_k=max(len_k))
+    return dict(pack, vision=vision, attention=attention, lengths=list(map(len, responses)))
 
 # ---------------------------------------------------------------------------------------- update
 
@@ -536,14 +506,11 @@ def has_spread(group, key="overall"):
     values = [s[key] for s in group.scores]
     return max(values) - min(values) > EQUAL
 
-def trains(cfg, response):
-    return not (cfg.mask_truncated and response.finish_reason == "length")
-
 def packed_passes(run, model, groups, part=0):
-    """Forward every pack of this process's groups, then dummies up to the count of the busiest process:
-    collectives of sharded layers must match.  Groups whose advantages are all zero are left out.
-    Yields (contents, pack, logprobs (R,), entropy (R,))."""
-    cfg = run.cfg
+    """Forward every pack of this process's groups, then dummies (of no group) up to the count of the busiest
+    process: collectives of sharded layers must match.  Groups whose advantages are all zero are left out.
+    Yields ([(group, index of a response)], pack, logprobs (R,), entropy (R,))."""
+    cfg, dummy = run.cfg, rollout.Group({}, video_io.Media(), "", [0], [rollout.Response([0], [0.0], "", "")])
     every = cfg.entropy_bonus or cfg.kl == "loss" or cfg.offline == "sft"
     learning = [g for g in groups if every or g.advantages is None or any(a.any() for a in g.advantages)]
     packs = make_packs(learning, cfg.max_tokens_per_pack, run.recurrent)
@@ -553,19 +520,19 @@ def packed_passes(run, model, groups, part=0):
     everyone = gather(kinds)
     for i in range(max(map(len, everyone))):
         contents, mine = (packs[i], kinds[i]) if i < len(packs) else ([], set())
-        pack = build_pack(contents, run.vision, run.device) if contents else dummy_pack(run.device)
+        pack = build_pack(contents or [(dummy, [0])], run.vision, run.device)
         pack["blanks"] = len(set().union(*(theirs[i] for theirs in everyone if i < len(theirs))) - mine)
         # packs are the same in every pass over a part, unless advantages were computed in between
         model.model.visual.pack_key = (part, i, itertools.count()) if cfg.kl != "reward" else None
-        yield contents, pack, *model(pack, cfg.temperature, run.banned)
+        places = [(group, i) for group, indices in contents for i in indices]
+        yield places, pack, *model(pack, cfg.temperature, run.banned)
 
 def fill_logprobs(run, model, groups, name, part=0):
     """Log-probabilities of one forward without gradient into group.<name>: one (R,) per response."""
     for group in groups:
         setattr(group, name, [None] * len(group.responses))
     with torch.no_grad():
-        for contents, pack, logprobs, _ in packed_passes(run, model, groups, part):
-            places = [(g, j) for g, indices in contents for j in indices]
+        for places, pack, logprobs, _ in packed_passes(run, model, groups, part):
             for (group, j), values in zip(places, logprobs.cpu().split(pack["lengths"])):
                 getattr(group, name)[j] = values
 
@@ -585,51 +552,49 @@ def check_engine(run, model, groups):
 
 def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
     """One optimizer step on this process's share of an optimizer batch; returns metrics of all processes.
-
-    Denominators are global counts: neither micro-batching nor the number of processes changes the gradient.
-    Groups whose advantages are zero count but skip the forward.  What is not finite stops the run in time.
-    """
-    cfg, device = run.cfg, run.device
-    lengths = [len(r.ids) for g in groups for r in g.responses if trains(cfg, r)]
-    counts = gather((sum(lengths), len(lengths)))
-    total_tokens, total_sequences = (max(1, sum(c[i] for c in counts)) for i in (0, 1))
+    What is not finite stops the run before the step."""
+    cfg = run.cfg
+    counted = lambda response: not (cfg.mask_truncated and response.finish_reason == "length")
+    sizes = gather([len(r.ids) for g in groups for r in g.responses if counted(r)])
+    total_tokens, total_sequences = max(1, sum(map(sum, sizes))), max(1, sum(map(len, sizes)))
     sums, worst_gap = defaultdict(float), 0.0
     optimizer.zero_grad(set_to_none=True)
-    for contents, pack, logprobs, entropy in packed_passes(run, model, groups, part):
-        if not contents:
+    for places, pack, logprobs, entropy in packed_passes(run, model, groups, part):
+        if not places:
             (logprobs.sum() * 0).backward()
             continue
-        places, lengths = [(g, j) for g, indices in contents for j in indices], pack["lengths"]
+        lengths = pack["lengths"]
 
-        def per_token(values):  # one number or (R,) tensor per response
-            return torch.cat([torch.as_tensor(v, dtype=torch.float32).expand(k)
-                              for v, k in zip(values, lengths)]).to(device)
+        def per_token(value):  # value(group, j): a number for each response, or one for each of its tokens
+            return torch.cat([torch.as_tensor(value(*place), dtype=torch.float32).expand(length)
+                              for place, length in zip(places, lengths)]).to(run.device)
 
-        responses = [g.responses[j] for g, j in places]
-        advantages = per_token([g.advantages[j] for g, j in places])
-        old = logprobs.detach() if places[0][0].old_logprobs is None else per_token(
-            [g.old_logprobs[j] for g, j in places])
+        advantages = per_token(lambda g, j: g.advantages[j])
+        old = logprobs.detach()
+        if places[0][0].old_logprobs is not None:
+            old = per_token(lambda g, j: g.old_logprobs[j])
         loss, clipped = policy_loss(logprobs, old, advantages, lengths, cfg.loss, cfg.clip_low, cfg.clip_high,
                                     cfg.dual_clip, cfg.cispo_cap)
-        given = per_token([float(r.finish_reason == "offline") for r in responses]).bool()
-        sampled = torch.where(given, old, per_token([torch.tensor(r.logprobs) for r in responses]))
+        given = per_token(lambda g, j: g.responses[j].finish_reason == "offline").bool()
+        sampled = torch.where(given, old, per_token(lambda g, j: g.responses[j].logprobs))
         correction = importance_weights(old, sampled, cfg.importance_cap, cfg.importance, lengths)
         loss = loss * correction
         if cfg.offline in ("luffy", "sft"):
             loss = torch.where(given, offline_loss(logprobs, advantages, cfg.offline), loss)
         loss = torch.where(given, cfg.offline_weight * loss, loss) - cfg.entropy_bonus * entropy
-        fresh = per_token([float(not g.record.get("stale")) for g, _ in places])
+        fresh = per_token(lambda g, j: not g.record.get("stale"))
         terms = dict(entropy=entropy, clip_share=clipped, engine_kl=(sampled - old) * fresh,
                      offline_share=given, logprob_gap=(sampled - old).abs() * fresh,
                      corrected_share=(correction == 0) | (correction >= cfg.importance_cap))
         if cfg.kl != "off":
-            terms["kl"] = kl_penalty(logprobs, per_token([g.ref_logprobs[j] for g, j in places]), cfg.kl_kind)
+            terms["kl"] = kl_penalty(logprobs, per_token(lambda g, j: g.ref_logprobs[j]), cfg.kl_kind)
             loss = loss + kl_coef * (cfg.kl == "loss") * terms["kl"]
         weights = token_weights(lengths, cfg.aggregate, total_tokens, total_sequences,
-                                cfg.max_response_length).to(device)
-        loss = (loss * weights * per_token([float(trains(cfg, r)) for r in responses])).sum()
+                                cfg.max_response_length).to(run.device)
+        loss = (loss * weights * per_token(lambda g, j: counted(g.responses[j]))).sum()
         if not torch.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss.item()} on {[g.record['where'] for g, _ in contents]}")
+            where = sorted({g.record["where"] for g, _ in places})
+            raise FloatingPointError(f"loss is {loss.item()} on {where}")
         (loss * run.world).backward()  # FSDP averages gradients over processes; the weights are global
         worst_gap = max(worst_gap, terms["logprob_gap"].max().item())
         for key, value in dict(terms, loss=loss).items():
@@ -640,25 +605,20 @@ def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
     sums = {key: sum(s.get(key, 0.0) for s, _ in gathered) for key in set().union(*(s for s, _ in gathered))}
     if not sums:
         return {}  # no group of any process had spread: nothing to learn from
-    for p in model.parameters():  # a tower that saw no clip still needs optimizer state that can be saved
-        if p.requires_grad and p.grad is None:
-            p.grad = torch.zeros_like(p)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm} on {[g.record['where'] for g in groups]}")
     optimizer.step()
-    for key in terms_of_tokens & sums.keys():
+    for key in sums.keys() - {"loss", "trained_tokens", "packed_tokens"}:
         sums[key] /= sums["trained_tokens"]
     return dict(sums, grad_norm=norm, logprob_gap_max=max(gap for _, gap in gathered))
 
-terms_of_tokens = set("entropy clip_share engine_kl logprob_gap corrected_share offline_share kl".split())
-
 def learning_rate(cfg, step):
-    """Linear warmup, then constant, linear or cosine decay to zero.  step counts from 0."""
-    if step < cfg.warmup_steps:
-        return cfg.lr * (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    """Linear warmup, then constant, linear or cosine decay to zero.  step counts from 1."""
+    if step <= cfg.warmup_steps:
+        return cfg.lr * step / cfg.warmup_steps
+    done = (step - 1 - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
     decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
     return cfg.lr * decay[cfg.schedule]
 
@@ -669,13 +629,14 @@ def my_share(run, items):
     query-key pairs of attention as 1 / (6 hidden) tokens each.  Every process computes the same."""
     cfg, hidden = run.cfg, run.prompter.model_config.get_text_config().hidden_size
     loads, mine = [0.0] * (run.world // cfg.tensor_parallel), []
-    costs = {}
-    for position, record in items:
+
+    def cost(record):
         P, R = record["tokens"], cfg.max_response_length / 2
-        costs[position] = P + cfg.n * R + (P * P / 2 + cfg.n * R * (P + R / 2)) / (6 * hidden)
-    for position, record in sorted(items, key=lambda item: (-costs[item[0]], item[0])):
+        return P + cfg.n * R + (P * P / 2 + cfg.n * R * (P + R / 2)) / (6 * hidden)
+
+    for position, record in sorted(items, key=lambda item: (-cost(item[1]), item[0])):
         place = loads.index(min(loads))
-        loads[place] += costs[position]
+        loads[place] += cost(record)
         if place == run.rank // cfg.tensor_parallel:
             mine.append(dict(record, position=position))
     return sorted(mine, key=lambda record: record["position"])
@@ -689,32 +650,30 @@ def prefetch(run, train, position):
         waiting.append((record, run.loader.submit(record) if used <= run.cfg.prefetch_bytes else None))
     return waiting
 
-def collect(run, waiting, cfg, n, loader, prompter, seed=None):
-    """Ask and score [(record, Future or None)] with the sampling of cfg.  Returns groups in the order of
-    waiting, and those that could not be asked (their .error says why).  Validation (seed None) is greedy."""
-    training = seed is not None
+def collect(run, waiting, training=True):
+    """Ask and score [(record, Future or None)].  Returns groups in the order of their positions, and those
+    that could not be asked (their .error says why).  Frames are kept for training alone."""
+    cfg = run.cfg
     if cfg.tensor_parallel > 1:  # processes that share an engine must ask the same, in the same order
-        waiting = [(r, f or loader.submit(r)) for r, f in waiting]
+        waiting = [(r, f or run.loader.submit(r)) for r, f in waiting]
         failed = set().union(*gather({r["where"] for r, f in waiting if f.exception()}))
         waiting = [(r, f) for r, f in waiting if f.exception() or r["where"] not in failed]
-    feed = ((r, future or loader.submit(r), sample_seed(seed, r["position"]) if training else 0)
-            for r, future in waiting)
+    # seeds depend on the position alone: a resumed run draws the same responses
+    feed = ((r, f or run.loader.submit(r), hash((cfg.seed, r["position"])) % 2**31) for r, f in waiting)
     groups = []
     with run.timer("rollout"):
         for group in rollout.answers(
-                run.engine, prompter, feed, n, queue_bytes=math.inf if training else cfg.prefetch_bytes,
+                run.engine, run.prompter, feed, cfg.n, queue_bytes=cfg.prefetch_bytes,
                 max_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p,
-                top_k=cfg.top_k, min_p=cfg.min_p, greedy=training and cfg.advantage == "remax"):
+                top_k=cfg.top_k, min_p=cfg.min_p, greedy=cfg.advantage == "remax"):
+            group.media = group.media if training else None
             groups.append(group)
-            if not training:
-                group.media = None
-    order = {id(record): i for i, (record, _) in enumerate(waiting)}
-    groups.sort(key=lambda g: order[id(g.record)])
+    groups.sort(key=lambda group: group.record["position"])
     good, bad = [g for g in groups if not g.error], [g for g in groups if g.error]
     assert len(good) + len(bad) == len(waiting)
     with run.timer("reward"):
-        for group in good if training else ():
-            group.responses += offline_response(cfg, group.record, prompter.processor.tokenizer)
+        for group in good:
+            group.responses += offline_response(cfg, group.record, run.prompter.processor.tokenizer)
         asked = [(g, r) for g in good for r in [*g.responses, *([g.greedy] if g.greedy else [])]]
         scores = iter(run.scorer.score_many([g.record for g, _ in asked], [r.text for _, r in asked],
                                             [len(r.ids) for _, r in asked]))
@@ -748,10 +707,9 @@ def next_batch(run, train, state, last):
         waiting = run.ahead or prefetch(run, train, state["position"])
         state["position"] += cfg.prompts_per_step
         run.ahead = None if last else prefetch(run, train, state["position"])  # decodes while this step runs
-        good, bad = collect(run, waiting, cfg, cfg.n, run.loader, run.prompter, cfg.seed)
-        lost += bad
+        good, bad = collect(run, waiting)
         good = good[run.rank % cfg.tensor_parallel::cfg.tensor_parallel]
-        asked += good
+        asked, lost = asked + good, lost + bad
         kept = kept + [g for g in good if not cfg.max_refills or has_spread(g, cfg.filter_key)]
     positions = sorted(sum(gather([g.record["position"] for g in kept]), []))[:cfg.prompts_per_step]
     run.surplus = [g for g in kept if g.record["position"] not in positions]
@@ -759,74 +717,73 @@ def next_batch(run, train, state, last):
         group.record["stale"] = True  # by then the engine will have moved on
     return [g for g in kept if g.record["position"] in positions], asked, lost
 
-def name_of(record):
-    return record.get("data_source") or record["problem_type"]
-
 def validate(run, records, step):
     """Answers to every validation record, greedy unless cfg.val says otherwise; writes
     validation/step_*.jsonl, returns {name: accuracy}.  A record that could not be asked counts as wrong."""
-    cfg = dataclasses.replace(run.cfg, **{"temperature": 0.0, **run.cfg.val})
-    mine = [(r, None) for r in records[run.rank // cfg.tensor_parallel::run.world // cfg.tensor_parallel]]
-    good, bad = collect(run, mine, cfg, 1, run.val_loader, run.val_prompter)
+    cfg = dataclasses.replace(run.cfg, **{"n": 1, "temperature": 0.0, "advantage": "grpo", "offline": "off",
+                                          **run.cfg.val})
+    mine = [(dict(record, position=i), None) for i, record in enumerate(records)]
+    mine = mine[run.rank // cfg.tensor_parallel::run.world // cfg.tensor_parallel]
+    reader = dataclasses.replace(run, cfg=cfg, loader=run.val_loader, prompter=run.val_prompter)
+    good, bad = collect(reader, mine, training=False)
     rows = rollout.rows_of(good)
     rows += [dict(rollout.about(g.record), accuracy=0.0, status="failed", reason=g.error) for g in bad]
-    rows = [row for part in gather(rows)[::cfg.tensor_parallel] for row in part]
+    rows = sum(gather(rows)[::cfg.tensor_parallel], [])
     assert len(rows) == len(records), f"{len(rows)} of {len(records)} validation records came back"
     if run.rank == 0:
         rollout.write_jsonl(Path(cfg.output, "validation", f"step_{step:06d}.jsonl"), rows)
-    accuracies = defaultdict(list)
+    return accuracies(rows)
+
+def accuracies(rows):
+    """{"all" or data_source or problem_type: mean accuracy}"""
+    by_name = defaultdict(list)
     for row in rows:
-        accuracies["all"].append(row["accuracy"])
-        accuracies[name_of(row)].append(row["accuracy"])
-    return {name: mean(values) for name, values in accuracies.items()}
+        for name in ("all", row.get("data_source") or row["problem_type"]):
+            by_name[name].append(row["accuracy"])
+    return {name: mean(values) for name, values in by_name.items()}
 
 def mean(values):
     return sum(values) / max(1, len(values))
 
 def step_metrics(run, groups, asked, lost, updates, seconds):
-    """Means over all processes; each is over responses, groups or tokens as its name says."""
-    gathered = gather((
-        [dict(scores=g.scores, lengths=[len(r.ids) for r in g.responses], prompt=len(g.prompt_ids),
-              ends=[r.finish_reason for r in g.responses], spread=has_spread(g), name=name_of(g.record))
-         for g in asked],
-        [dict(key=g.record["key"], where=g.record["where"], reason=g.error) for g in lost], [len(groups)],
-        [len(run.surplus)]))
-    rows, dropped, batch, surplus = (sum(parts, []) for parts in zip(*gathered))
-    scores, lengths, ends = (sum((row[key] for row in rows), []) for key in ("scores", "lengths", "ends"))
-    by_name = defaultdict(list)
-    for row in rows:
-        by_name[f"accuracy/{row['name']}"] += [s["accuracy"] for s in row["scores"]]
-    for key in ("accuracy", "format", "overlong"):
-        by_name[key] = [s[key] for s in scores if key in s]
-    by_name["reward_offline"] = [s["overall"] for s, end in zip(scores, ends) if end == "offline"]
-    out = dict(reward=mean([s["overall"] for s in scores]), **{k: mean(v) for k, v in by_name.items() if v},
-               spread_share=mean([row["spread"] for row in rows]), response_length=mean(lengths),
-               truncated_share=mean([end == "length" for end in ends]), n_asked=len(rows),
-               n_groups=sum(batch), n_surplus=sum(surplus), n_dropped=len(dropped), dropped=dropped)
-    trained = [u for u in updates if u]
-    out |= {key: mean([u[key] for u in trained]) for key in (trained[0] if trained else ())}
-    out |= {f"seconds/{phase}": run.seconds[phase] for phase in PHASES}
-    out |= dict(step_s=seconds, tokens_per_s=(sum(lengths) + sum(row["prompt"] for row in rows)) / seconds,
+    """(metrics, rows of all responses) of all processes; each is a mean over responses, groups or tokens as
+    its name says."""
+    rows, spread, dropped, batch, surplus = (sum(parts, []) for parts in zip(*gather((
+        rollout.rows_of(asked), [has_spread(g) for g in asked],
+        [dict(key=g.record["key"], where=g.record["where"], reason=g.error) for g in lost],
+        [len(groups)], [len(run.surplus)]))))
+    column = lambda key: [row[key] for row in rows if key in row]
+    out = {key: mean(column(key)) for key in ("accuracy", "format", "overlong") if column(key)}
+    out |= {f"accuracy/{name}": value for name, value in accuracies(rows).items()}
+    out |= dict(reward=mean(column("overall")), response_length=mean(column("response_tokens")),
+                truncated_share=mean([end == "length" for end in column("finish_reason")]),
+                spread_share=mean(spread), n_asked=len(spread), n_groups=sum(batch), n_surplus=sum(surplus),
+                n_dropped=len(dropped), dropped=dropped)
+    if offline := [row["overall"] for row in rows if row["finish_reason"] == "offline"]:
+        out["reward_offline"] = mean(offline)
+    if trained := [u for u in updates if u]:
+        out |= {key: mean([u[key] for u in trained]) for key in trained[0]}
+    out |= {f"seconds/{phase}": spent for phase, spent in run.seconds.items()}
+    tokens = sum(column("response_tokens")) + sum(column("prompt_tokens")) / run.cfg.n
+    out |= dict(step_s=seconds, tokens_per_s=tokens / seconds,
                 host_gib=int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30)
     if run.device.type == "cuda":
         out["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return out
-
-PHASES = ("rollout", "decode_wait", "reward", "logprobs", "update", "sync")
+    return out, rows
 
 # ---------------------------------------------------------------------------------------- files
 
 def start_run_folder(cfg, run_folder):
     """What ran, to trace a result: config, versions, git hash, the scripts themselves."""
     rollout.write_text(run_folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
-    versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    here = Path(__file__).resolve().parent
-    git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
-                         capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    here, git = Path(__file__).resolve().parent, None
+    if shutil.which("git"):
+        git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
+                             capture_output=True, text=True).stdout.strip() or None
     rollout.write_text(run_folder / "provenance.json", json.dumps(dict(
-        command=sys.argv, python=sys.version.split()[0], packages=versions, git=git or None, device=device,
-        started=time.strftime("%Y-%m-%d %H:%M:%S %z")), indent=1))
+        command=sys.argv, python=sys.version.split()[0], git=git, started=time.strftime("%F %T %z"),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        packages={d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}), indent=1))
     shutil.copytree(here / "configs", run_folder / "scripts/configs", dirs_exist_ok=True)
     for script in here.glob("*.py"):
         shutil.copy(script, run_folder / "scripts")
@@ -835,37 +792,32 @@ def training_state(model, optimizer):
     """{"model": {name: weight}, "optim": {name.field: tensor}} of live tensors, shards where sharded.
     Creates optimizer state that does not exist yet, so the same call describes what to load."""
     tensors = {"model": dict(model.named_parameters()), "optim": {}}
-    for name, p in model.named_parameters():
+    for name, p in tensors["model"].items():
         if p.requires_grad:
-            state = optimizer.state[p]
-            if not state:
-                state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
-                             exp_avg_sq=torch.zeros_like(p))
+            state = optimizer.state[p] = optimizer.state[p] or dict(
+                step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             tensors["optim"].update({f"{name}.{key}": value for key, value in state.items()})
     return tensors
 
 def save_checkpoint(run, model, optimizer, state):
     """Sharded checkpoint: a temporary folder, renamed when complete; then `latest`; then old ones go."""
-    import torch.distributed.checkpoint as dcp
-
     finish_save(run)
-    cfg, folder = run.cfg, Path(run.cfg.output, "checkpoints")
-    final, temporary = folder / f"step_{state['step']:06d}", folder / f".step_{state['step']:06d}.tmp"
-    surplus = [dict(position=g.record["position"], responses=[dataclasses.asdict(r) for r in g.responses],
-                    scores=g.scores) for g in run.surplus]
-    state = dict(state, surplus=[row for part in gather(surplus) for row in part])
+    cfg, folder, name = run.cfg, Path(run.cfg.output, "checkpoints"), f"step_{state['step']:06d}"
+    temporary = folder / f".{name}.tmp"
+    surplus = gather([dict(position=g.record["position"], scores=g.scores,
+                           responses=[dataclasses.asdict(r) for r in g.responses]) for g in run.surplus])
     if run.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / "hf").mkdir(parents=True)
-        for file in Path(cfg.model).iterdir():  # config, tokenizer, processor, template; not the weights
-            if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
-                shutil.copy(file, temporary / "hf")
+        kept = (".json", ".jinja", ".txt", ".model")  # config, tokenizer, processor, template; no weights
+        shutil.copytree(cfg.model, temporary / "hf", ignore=lambda _, names: [
+            name for name in names if not name.endswith(kept) or name.endswith(".index.json")])
         rollout.write_text(temporary / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
+        state = dict(state, surplus=sum(surplus, []))
         rollout.write_text(temporary / "state.json", json.dumps(state, indent=1))
     gather(None)  # a barrier: the folder exists
     save = dcp.async_save if cfg.async_save else dcp.save
     future = save(training_state(model, optimizer), checkpoint_id=str(temporary / "dcp"))
-    run.saving = future, temporary, final, state
+    run.saving = future, temporary, folder / name, state["best"][1]
     if not cfg.async_save:
         finish_save(run)
 
@@ -873,7 +825,7 @@ def finish_save(run):
     """Wait for the checkpoint that is being written, if any, and make it the latest."""
     if run.saving is None:
         return
-    (future, temporary, final, state), run.saving = run.saving, None
+    (future, temporary, final, best), run.saving = run.saving, None
     if run.cfg.async_save:
         future.result()
     gather(None)
@@ -881,38 +833,31 @@ def finish_save(run):
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         rollout.write_text(final.parent / "latest", final.name)
-        best = f"step_{state['best'][1]:06d}"
+        if (best := final.with_name(f"step_{best:06d}")).exists():
+            rollout.write_text(final.parent / "best", best.name)
         for old in sorted(final.parent.glob("step_*"))[:-run.cfg.keep]:
-            if old.name != best:
+            if old != best:
                 shutil.rmtree(old)
-        if (final.parent / best).exists():
-            rollout.write_text(final.parent / "best", best)
     gather(None)
 
 def load_checkpoint(run, model, optimizer, data):
     """Put the newest checkpoint into model and optimizer; returns its state.json, None without one.  Settings
     or data that have changed since are an error that shows them, unless resume is force."""
-    import torch.distributed.checkpoint as dcp
-
     cfg, latest = run.cfg, Path(run.cfg.output, "checkpoints", "latest")
     if not latest.exists():
-        if cfg.init_from:
-            load_weights(cfg.init_from, model)
-        return None
+        return load_weights(cfg.init_from, model) if cfg.init_from else None
     if cfg.resume == "never":
         raise DataError(f"{cfg.output} holds checkpoints and resume is never: choose another output")
     folder = latest.parent / latest.read_text().strip()
-    other = f"write another step_* folder's name into {latest}, or choose another output"
     try:
-        state = json.loads((folder / "state.json").read_text())
-        before = json.loads((folder / "config.json").read_text())
+        state, before = (json.loads((folder / name).read_text()) for name in ("state.json", "config.json"))
         with torch.no_grad():
             dcp.load(training_state(model, optimizer), checkpoint_id=str(folder / "dcp"))
     except (OSError, ValueError, dcp.api.CheckpointException) as e:
-        raise DataError(f"{folder}: no whole checkpoint ({' '.join(str(e).split())[:200]}): {other}")
-    now = dataclasses.asdict(cfg)
-    changed = [f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in sorted(now)
-               if before.get(key) != now[key] and not FIELDS[key].get("change")]
+        raise DataError(f"{folder}: no whole checkpoint ({' '.join(str(e).split())[:200]}): write another "
+                        f"step_* folder's name into {latest}, or choose another output")
+    changed = [f"{key} was {before.get(key)!r}, is {value!r}" for key, value in sorted(vars(cfg).items())
+               if before.get(key) != value and not FIELDS[key].get("change")]
     changed += [f"{path} has changed" for path in data if state["data"].get(path) not in (None, data[path])]
     if changed and cfg.resume != "force":
         raise DataError(f"{folder}: this run differs from the one that it would go on with: "
@@ -921,27 +866,15 @@ def load_checkpoint(run, model, optimizer, data):
 
 def load_weights(checkpoint, model):
     """The weights of a checkpoint folder (init_from), without optimizer and position."""
-    import torch.distributed.checkpoint as dcp
-
     if not Path(checkpoint, "dcp", ".metadata").is_file():
         raise DataError(f"init_from {checkpoint!r}: no checkpoint folder (…/checkpoints/step_000100)")
     with torch.no_grad():
         dcp.load({"model": dict(model.named_parameters())}, checkpoint_id=str(Path(checkpoint, "dcp")))
 
-def forget_after(path, step):
-    """Drop metrics of steps after the checkpoint, and a line that a kill cut short: they come again."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    rollout.write_jsonl(path, [row for row in rows if row["step"] <= step])
-
 # ---------------------------------------------------------------------------------------- the run
 
 def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     """All that can be wrong with the input, before a model is loaded.  Returns (run, train, val records)."""
-    from transformers import AutoConfig
-
     for size, name in ((cfg.tensor_parallel, "tensor_parallel"), (cfg.shard_size or 1, "shard_size")):
         if world % size:
             raise DataError(f"{name} is {size}, which does not divide the {world} processes")
@@ -950,13 +883,12 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     except OSError as e:
         raise DataError(f"output {cfg.output!r}: cannot be a folder ({e.strerror}); choose another")
     prompts = video_io.load_prompts(cfg.prompts or None)
-    cfg.reward and rewards.custom_reward(cfg.reward)  # fails now rather than after the first rollout
-    settings = rewards.RewardSettings(
+    scorer = rewards.Scorer(rewards.RewardSettings(
         1 - cfg.format_weight, cfg.format_weight, reward=cfg.reward or None,
         on_reward_error=cfg.on_reward_error, allow_code_execution=cfg.allow_code_execution,
         overlong_buffer=cfg.overlong_buffer,
-        overlong_limit=cfg.max_response_length if cfg.overlong_buffer else 0)
-    check = functools.partial(rewards.check_record, settings=settings)
+        overlong_limit=cfg.max_response_length if cfg.overlong_buffer else 0))
+    check = functools.partial(rewards.check_record, settings=scorer.settings)
     train, val = ([record for path in files for record in video_io.load_records(
         path, cfg.data_root or None, prompts, check)] for files in (cfg.train_files, cfg.val_files))
     cfg.model = rollout.model_folder(cfg.model)
@@ -964,11 +896,9 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     model_config = AutoConfig.from_pretrained(cfg.model)
 
     def reader(cfg):
-        spec = video_io.media_spec(
-            model_config, fps=cfg.fps, min_frames=cfg.min_frames, max_frames=cfg.max_frames,
-            min_pixels=cfg.min_pixels or None, max_pixels=cfg.max_pixels,
-            total_pixels=cfg.total_pixels or None, image_max_pixels=cfg.image_max_pixels,
-            timestamps=cfg.timestamps)
+        spec = video_io.media_spec(model_config, **{name: getattr(cfg, name) or None for name in (
+            "fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels", "image_max_pixels",
+            "timestamps")})
         loader = video_io.MediaLoader(spec, workers=cfg.decode_workers, cache_dir=cfg.cache_dir or None)
         return loader, rollout.Prompter(processor, model_config, prompts, cfg.prompt_form,
                                         cfg.system_prompt or None, cfg.max_prompt_length)
@@ -977,11 +907,11 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     val_loader, val_prompter = reader(dataclasses.replace(cfg, **cfg.val)) if cfg.val else (loader, prompter)
     train, val = usable(train, loader, prompter, cfg), usable(val, val_loader, val_prompter, cfg)
     banned = video_io.vision_token_ids(model_config)
-    for record in train:
-        if offline := offline_response(cfg, record, processor.tokenizer):
-            if set(offline[0].ids) & set(banned):
-                raise DataError(f"{record['where']}: offline_output holds a vision placeholder: remove it")
-        elif cfg.offline != "off" and record.get("has_offline_trajectory") and rank == 0:
+    for record in (r for r in train if cfg.offline != "off" and r.get("has_offline_trajectory")):
+        given = offline_response(cfg, record, processor.tokenizer)
+        if any(set(response.ids) & set(banned) for response in given):
+            raise DataError(f"{record['where']}: offline_output holds a vision placeholder: remove it")
+        if not given and rank == 0:
             print(f"{record['where']}: offline_output is over max_response_length; not used", file=sys.stderr)
     layers = getattr(model_config.get_text_config(), "layer_types", None) or ()
     if "sliding_attention" in layers:
@@ -991,7 +921,7 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     if recurrent and rank == 0:
         print("recurrent layers: each response is forwarded with its own prompt", file=sys.stderr)
     return Run(cfg, rank, world, device, prompter, val_prompter, loader, val_loader,
-               torch.tensor(banned, device=device), rewards.Scorer(settings), recurrent), train, val
+               torch.tensor(banned, device=device), scorer, recurrent), train, val
 
 def usable(records, loader, prompter, cfg):
     """Open every clip once and count its tokens, without decoding.  What cannot be used stops the run, or is
@@ -1005,16 +935,12 @@ def usable(records, loader, prompter, cfg):
         raise DataError("\n".join(problems))
     if problems:
         print(f"dropped {len(problems)} of {len(records)} records, the first: {problems[0]}", file=sys.stderr)
-    vision = prompter.model_config.vision_config
-    per_token = 3 * vision.temporal_patch_size * (vision.patch_size * vision.spatial_merge_size) ** 2
+    per_token = 3 * loader.spec.temporal_patch_size * loader.spec.token
     return [dict(record, tokens=visual + text, frame_bytes=visual * per_token)
             for record, visual, text, reason, _ in rows if not reason]
 
 def plan(cfg, run, train, val):
     """dry_run: what a step is made of, what memory it takes, and one sample as the model sees it."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForImageTextToText
-
     with init_empty_weights():
         model = AutoModelForImageTextToText.from_config(run.prompter.model_config)
     lengths = sorted(record["tokens"] for record in train)
@@ -1040,9 +966,9 @@ def memory_estimate(cfg, run, n_params, pack):
     return dict(parts, together=sum(parts.values()))
 
 def main(cfg):
-    timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=30))
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None,
-                              project_dir=cfg.output, kwargs_handlers=[timeout])
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None, project_dir=cfg.output,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=30))])
     started, folder, stop = time.time(), Path(cfg.output), []
     run, train, val = prepare(cfg, accelerator.process_index, accelerator.num_processes, accelerator.device)
     if cfg.dry_run:
@@ -1051,12 +977,7 @@ def main(cfg):
         start_run_folder(cfg, folder)
     accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg))  # none unless cfg.trackers names some
 
-    def ready(model):
-        if run.world > 1 or run.device.type == "cuda":
-            shard(model, cfg, run.device, run.world)
-        return model
-
-    model = ready(load_policy(cfg, run.device))
+    model = shard(load_policy(cfg, run.device), cfg, run.device, run.world)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
     data = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in cfg.train_files}
@@ -1064,39 +985,41 @@ def main(cfg):
         step=0, position=0, validation={}, best=[-1.0, 0], kl_coef=cfg.kl_coef, data=data)
     reference = None
     if cfg.kl != "off":
-        reference = ready(load_policy(cfg, run.device, reference=True))
+        reference = shard(load_policy(cfg, run.device, reference=True), cfg, run.device, run.world)
         cfg.init_from and load_weights(cfg.init_from, reference)
         reference.to("cpu")
     run.engine = rollout.Engine(
         cfg.model, dtype=compute_dtype(run.device), seed=cfg.seed, banned=run.banned.tolist(),
-        max_model_len=cfg.max_prompt_length + longest_response(cfg), max_num_seqs=cfg.engine_max_seqs,
-        memory_share=cfg.engine_memory, tensor_parallel=cfg.tensor_parallel, eager=cfg.eager,
-        sleep_level=cfg.sleep_level, lockstep=run.device.type == "cpu")  # a resumed run repeats every bit
+        max_model_len=cfg.max_prompt_length + max(
+            cfg.max_response_length, cfg.val.get("max_response_length", 0)),
+        max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory, eager=cfg.eager,
+        tensor_parallel=cfg.tensor_parallel, sleep_level=cfg.sleep_level,
+        lockstep=run.device.type == "cpu")  # a resumed run repeats every bit
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     if state["step"] or cfg.init_from:
         run.engine.sync(full_parameters(model))
     if state["step"]:
         accelerator.print(f"going on with {folder} after step {state['step']}")
-        if run.rank == 0:
-            forget_after(folder / "metrics.jsonl", state["step"])
-        rows = state.pop("surplus")[run.rank::run.world]
-        waiting = [(dict(r, position=row["position"], stale=True), run.loader.submit(r)) for row in rows
-                   for r in [record_at(row["position"], train, cfg.seed)]]
-        run.surplus, lost = run.prompter.groups(waiting)
-        for group in run.surplus:
-            row = next(row for row in rows if row["position"] == group.record["position"])
+        if run.rank == 0:  # metrics of steps after the checkpoint come again
+            rows = rollout.stored_rows(folder / "metrics.jsonl", "step")
+            rollout.write_jsonl(folder / "metrics.jsonl", [rows[i] for i in rows if i <= state["step"]])
+        for row in state.pop("surplus")[run.rank::run.world]:
+            record = record_at(row["position"], train, cfg.seed) | dict(position=row["position"], stale=True)
+            group = run.prompter.group(record, run.loader.submit(record))
             group.responses, group.scores = [rollout.Response(**r) for r in row["responses"]], row["scores"]
+            run.surplus += [group] * (not group.error)  # its clip may have gone in the meantime
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))  # pre-emption: save after this step, exit 0
 
     if val and not state["step"]:
         state["validation"]["0"] = validate(run, val, 0)
         accelerator.print(f"before training: {show(state['validation']['0'])}")
-    first = state["step"]
-    bar = tqdm(range(first, cfg.steps), initial=first, total=cfg.steps, disable=run.rank > 0, dynamic_ncols=True)
+    first = state["step"] + 1
+    bar = tqdm(range(first, cfg.steps + 1), initial=first - 1, total=cfg.steps, disable=run.rank > 0,
+               dynamic_ncols=True)
     for step in bar:
         run.seconds.clear()
-        begin, last = time.perf_counter(), step + 1 == cfg.steps
-        state["step"] = step + 1
+        begin, last, state["step"] = time.perf_counter(), step == cfg.steps, step
+        due = lambda every: every and step % every == 0
         groups, asked, lost = next_batch(run, train, state, last)
         if step == first:
             check_engine(run, model, groups)
@@ -1122,30 +1045,28 @@ def main(cfg):
         with run.timer("sync"):
             run.engine.sync(full_parameters(model, () if run.engine.needs_all else frozen), frozen)
 
-        metrics = dict(step=step + 1, lr=learning_rate(cfg, step), kl_coef=state["kl_coef"], **step_metrics(
-            run, groups, asked, lost, updates, time.perf_counter() - begin))
+        measured, rows = step_metrics(run, groups, asked, lost, updates, time.perf_counter() - begin)
+        metrics = dict(step=step, lr=learning_rate(cfg, step), kl_coef=state["kl_coef"], **measured)
         if cfg.kl_target and "kl" in metrics:  # proportional controller of arXiv 1909.08593, horizon 10,000
             error = min(0.2, max(-0.2, metrics["kl"] / cfg.kl_target - 1))
             state["kl_coef"] *= 1 + error * metrics["n_groups"] * cfg.n / 10_000
-        if cfg.log_rollouts_every and (step + 1) % cfg.log_rollouts_every == 0:
-            rows = [row for part in gather(rollout.rows_of(asked)) for row in part]
-            if run.rank == 0:
-                rollout.write_jsonl(folder / "rollouts" / f"step_{step + 1:06d}.jsonl", rows)
+        if run.rank == 0 and due(cfg.log_rollouts_every):
+            rollout.write_jsonl(folder / "rollouts" / f"step_{step:06d}.jsonl", rows)
         stopping = any(gather(bool(stop)))
-        save = last or stopping or (cfg.save_every and (step + 1) % cfg.save_every == 0)
-        if val and (last or (cfg.val_every and (step + 1) % cfg.val_every == 0)):
-            state["validation"][str(step + 1)] = result = validate(run, val, step + 1)
+        save = last or stopping or due(cfg.save_every)
+        if val and (last or due(cfg.val_every)):
+            state["validation"][str(step)] = result = validate(run, val, step)
             metrics.update({f"val/{name}": value for name, value in result.items()})
-            bar.write(f"step {step + 1}: {show(result)}")
+            bar.write(f"step {step}: {show(result)}")
             if result["all"] > state["best"][0]:
-                state["best"], save = [result["all"], step + 1], True
+                state["best"], save = [result["all"], step], True
         if run.rank == 0:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
-        accelerator.log({k: v for k, v in metrics.items() if k != "dropped"}, step=step + 1)
-        bar.set_postfix_str(f"reward {metrics['reward']:.2f} acc {metrics.get('accuracy', 0):.2f} "
-                            f"{metrics['tokens_per_s']:.0f} tok/s ok {len(asked)} lost {len(lost)} "
-                            + " ".join(f"{name} {run.seconds[name]:.2f}" for name in PHASES), refresh=False)
+        accelerator.log({k: v for k, v in metrics.items() if k != "dropped"}, step=step)
+        spent = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in run.seconds.items())
+        bar.set_postfix_str(f"reward {metrics['reward']:.2f} acc {metrics.get('accuracy', 0):.2f} {spent} ok "
+                            f"{len(asked)} lost {len(lost)} {metrics['tokens_per_s']:.0f} tok/s", False)
         if save:
             save_checkpoint(run, model, optimizer, state)
         if stopping:
@@ -1191,5 +1112,4 @@ if __name__ == "__main__":
     try:
         main(load_config(args.config, args.overrides))
     except (DataError, rewards.RewardError) as e:
-        print(e, file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"{e}\n")

@@ -431,7 +431,7 @@ def test_old_checkpoints_go_but_the_newest_and_the_best_stay(toy, tmp_path):
     for step in range(1, 6):
         made = folder / f".step_{step:06d}.tmp"
         made.mkdir(parents=True)
-        run.saving = None, made, folder / f"step_{step:06d}", dict(best=[0.5, 2])
+        run.saving = None, made, folder / f"step_{step:06d}", 2
         train_grpo.finish_save(run)
     assert sorted(p.name for p in folder.iterdir()) == ["best", "latest", "step_000002", "step_000004", "step_000005"]
     assert (folder / "latest").read_text() == "step_000005" and (folder / "best").read_text() == "step_000002"
