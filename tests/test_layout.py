@@ -21,7 +21,7 @@ OURS = {  # script: (what of ours it may import, most lines of code, comments an
     "merge": (set(), 150),
 }
 # not yet within their budgets: these numbers only go down
-OVER = {"video_io": 878, "rollout": 512, "evaluate": 610, "train_grpo": 1013}
+OVER = {"video_io": 878, "rollout": 511, "evaluate": 574, "train_grpo": 1013}
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 README = (ROOT / "README.md").read_text()
 

@@ -1,8 +1,10 @@
 """The update against plain Hugging Face forwards, the formulas against numbers, the run against SIGKILL."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -459,6 +462,44 @@ def test_two_processes_with_sharded_weights_train_as_one_does(toy, trained, tmp_
                           capture_output=True, text=True, env=ALONE)
     assert done.returncode == 0, done.stderr[-3000:]
     same_as_whole(tmp_path / "two", whole, 3)
+
+
+KILLS = int(os.environ.get("KILLS", 1))  # KILLS=20 pytest -k random_moments: the long way
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_random_moments_a_run_ends_with_the_weights_of_an_uninterrupted_one(toy, tmp_path, processes):
+    """SIGKILL to all processes at any time from the first new step on, in the middle of a save as well."""
+    def command(name):
+        python, *rest = train_command(toy, tmp_path / name, steps=5 + 2 * KILLS, save_every=1, keep=2, val_every=0,
+                                      val_files=[])
+        return [*LAUNCH, str(random.randrange(20000, 30000)), *rest] if processes > 1 else [python, *rest]
+
+    whole = subprocess.run(command("whole"), capture_output=True, text=True, env=ALONE)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    latest, killed = tmp_path / "killed/checkpoints/latest", 0
+    for _ in range(KILLS):
+        before = latest.read_text() if latest.exists() else ""
+        process = psutil.Popen(command("killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ALONE)
+        while process.poll() is None and (not latest.exists() or latest.read_text() == before):
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 2))
+        killed += process.poll() is None
+        if process.poll() is None:  # the launcher's processes have sessions of their own
+            for each in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        process.wait()
+    done = subprocess.run(command("killed"), capture_output=True, text=True, env=ALONE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(f"{processes} processes, killed {killed} times")
+    assert killed >= KILLS / 2
+    killed, whole = ([(r["step"], r["reward"], r["loss"]) for r in map(json.loads, open(
+        tmp_path / name / "metrics.jsonl"))] for name in ("killed", "whole"))
+    assert killed == whole
+    ours, theirs = (final_tensors(tmp_path / name) for name in ("killed", "whole"))
+    assert ours.keys() == theirs.keys() and len(ours) > 100
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_copies_of_the_weights_and_a_shared_engine_train_as_one_does(toy, trained, tmp_path):
