@@ -517,7 +517,7 @@ def finish(out: dict, record: dict, response: str, length: int | None, settings:
     out = {"status": "ok" if out["accuracy"] > 0 else "wrong"} | out
     if out.pop("failed", False) and settings.reward:
         out["method"] = f"reward {settings.reward} on {place(record)}: {out['method']}"
-        need(settings.on_reward_error == "zero", out["method"] + "; on_reward_error: zero goes on", RewardError)
+        need(settings.on_reward_error == "zero", f"{out['method']}; or on_reward_error: zero", RewardError)
         logging.warning("%s; scored 0", out["method"])
     if settings.overlong_limit:
         need(length is not None, "overlong_limit is set: scoring needs the lengths in tokens", ValueError)
