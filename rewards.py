@@ -157,7 +157,7 @@ def option_table(options: tuple) -> tuple[dict, dict, dict]:
 
 def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
     """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer."""
-    need(record.get("options"), "`options`, a list of texts, are missing")
+    need(isinstance(record.get("options") or "", (list, tuple)), "`options`, a list of texts, are missing")
     (texts, free, weak), said = option_table(tuple(record["options"])), phrase(text)
     hit = [letter for letter in texts if texts[letter] == said != ""]
     return (*hit, "option text") if len(hit) == 1 else decide(prose(text), {i: i for i in texts}, free, weak)
@@ -414,7 +414,7 @@ def code_score(prediction, gold, record, settings) -> float:
     return Indel.normalized_similarity(*([type(node).__name__ for node in ast.walk(tree)] for tree in trees))
 
 def read_markup(text: str, record: dict, *_) -> tuple[tuple, str]:
-    """((tags in order, Counter of attributes), method). SVG must be well-formed, HTML close its tags."""
+    """((tags, Counter of attributes), method). SVG must be well-formed, no stray end tags in HTML."""
     from lxml import etree
     text, svg = fenced(text), canonical(record["problem_type"]) == "svg-code"
     need(start := re.search(r"<svg\b" if svg else r"<!doctype|<[a-z]", text, re.I), "no markup")
@@ -443,7 +443,7 @@ def canonical(name: str) -> str:
     """The type's name in `types`; case and separators are free. ValueError names the nearest."""
     known = {re.sub("[ -]", "", kind): kind for kind in vocabulary()["types"]} | vocabulary()["aliases"]
     key = re.sub(r"[\s_-]+", "", str(name)).lower()
-    near = [known[match] for match in difflib.get_close_matches(key, known, 3, 0.4)] or list(known.values())
+    near = {known[match]: 0 for match in difflib.get_close_matches(key, known, 3, 0.4)} or known.values()
     need(key in known, f"problem_type {str(name)[:60]!r} is unknown; nearest: {', '.join(near)}", ValueError)
     return known[key]
 
