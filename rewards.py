@@ -243,7 +243,7 @@ def json_value(text: str):
     return value
 
 def numbers(value, scale=(1, 1)) -> list[float]:
-    """Numbers of a JSON value in order, without words, NaN or null; of an object, of times and boxes."""
+    """Numbers of a JSON value, of objects those of times and boxes, without words. scale: (x, y) factors."""
     if isinstance(value, dict):
         value = [value[key] for key in value if pattern("{FIELDS}").search(key)] or list(value.values())
     found = ([number for item in value for number in numbers(item)] if isinstance(value, list) else
@@ -269,8 +269,8 @@ def box_scale(record: dict, *_) -> tuple[float, float]:
     return size[0] / 1000, size[1] / 1000
 
 def read_marks(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
-    """{"time": [s, e], "boxes": {"8": [x1, y1, x2, y2], ...} or a box, "positive_points", "negative_points",
-    "mask"} as needed, or times or boxes alone. Of ranges in prose the last is meant."""
+    """{"time": [s, e], "boxes": {"8": [x1, y1, x2, y2], ...} or one box, "positive_points": [[x, y], ...],
+    "negative_points", "mask"} as needed, or times or boxes alone. Of ranges in prose the last is meant."""
     kind = canonical(record["problem_type"])
     text = rewrite(plain(text)[-20_000:], "clocks", "digits", "durations")
     main, value = "time" if kind == "temporal grounding" else "boxes", json_value(text)
@@ -349,7 +349,7 @@ def read_ocr(text: str, record: dict, *_) -> tuple[str, str]:
 
 def word_accuracy(prediction, gold, *_) -> float:
     """1 - word error rate, at least 0."""
-    return max(0.0, 1 - Levenshtein.distance(words(gold), words(prediction)) / max(len(words(gold)), 1))
+    return max(0.0, 1 - Levenshtein.distance(gold := words(gold), words(prediction)) / max(len(gold), 1))
 
 def short_answer(text: str, gold: str) -> str:
     """An answer as a phrase to compare with the gold's, without "It is a" or "The answer is" in front."""
@@ -516,8 +516,8 @@ def finish(out: dict, record: dict, response: str, length: int | None, settings:
     """Adds penalties, and status and `overall` where not yet set. RewardError if a custom reward failed."""
     out = {"status": "ok" if out["accuracy"] > 0 else "wrong"} | out
     if out.pop("failed", False) and settings.reward:
-        out["method"] = f"reward {settings.reward} on {place(record)}: {out['method']}"
-        need(settings.on_reward_error == "zero", f"{out['method']}; or on_reward_error: zero", RewardError)
+        why = out["method"] = f"reward {settings.reward} on {place(record)}: {out['method']}"
+        need(settings.on_reward_error == "zero", f"{why} (on_reward_error: zero counts it as 0)", RewardError)
         logging.warning("%s; scored 0", out["method"])
     if settings.overlong_limit:
         need(length is not None, "overlong_limit is set: scoring needs the lengths in tokens", ValueError)
@@ -614,8 +614,8 @@ def main():
     try:
         status, (n, explained, workers) = args.show[0], map(int, (args.show[1], args.explain, args.workers))
         rows = list(read_rows(args.file, settings))
+        need(0 <= explained <= len(rows), f"--explain {explained}: there are 1 to {len(rows)}", ValueError)
         args.out and Path(args.out + ".tmp").write_text("")          # a folder that is missing shows now
-        need(0 <= explained <= len(rows), f"--explain {explained}: of {len(rows)} responses", ValueError)
         rows = rows[explained - 1:explained] if explained else rows
         results = Scorer(settings, workers or os.cpu_count()).score_many(rows, [r["response"] for r in rows])
     except (OSError, ValueError, RewardError) as error:
