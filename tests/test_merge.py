@@ -66,7 +66,8 @@ def make_step(folder, model_dir):
     for file in Path(model_dir).iterdir():
         if file.suffix in (".json", ".jinja", ".txt"):
             shutil.copy(file, folder / "hf")
-    settings = {"model": "/gone", "fps": 4.0, "max_frames": 8, "prompt_form": "direct", "lr": 1e-3}
+    settings = {"model": "/gone", "fps": 4.0, "max_frames": 8, "prompt_form": "direct", "lr": 1e-3,
+                "max_response_length": 24, "val": {"max_frames": 16, "temperature": 1.0}}
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "state.json").write_text("{}")
     return folder
@@ -185,7 +186,7 @@ def test_the_merged_folder_is_complete_and_keeps_the_original_files(run, toy, tm
     assert "lm_head.weight" not in load_file(out / "model.safetensors")  # tied: stored once
     assert AutoProcessor.from_pretrained(out).tokenizer("red")["input_ids"]
     settings = json.loads((out / "nanovideor1.json").read_text())
-    assert settings["fps"] == 4.0 and settings["prompt_form"] == "direct" and "lr" not in settings
+    assert settings == {"fps": 4.0, "prompt_form": "direct", "max_response_length": 24, "max_frames": 16}
     assert torch.equal(logits(out), logits(toy / "model"))
     assert not list(tmp_path.glob(".*partial"))
 
