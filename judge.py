@@ -4,32 +4,24 @@
     python judge.py results/mine --base-url http://127.0.0.1:8000/v1     # any OpenAI-compatible server
     python judge.py answers.jsonl --model M --all --human labels.jsonl   # all open answers; people's labels
 
-Reads   a folder of evaluate.py (every *.jsonl in it with answers) or one file: JSONL, a JSON list, or a JSON
-        object with that list; rows as evaluate.py, train_grpo.py and EasyVideoR1 write them.
-Writes  X_judged beside each input X, of its shape: judged rows have `judge` (correct, incorrect or invalid),
-        accuracy and status follow it, `rule` keeps the old ones.  result_judged.json (for a file X:
-        X_result_judged.json): result.json with a section `judge`.  judge_cache.jsonl: verdicts by content.
-1. Rules first: right-or-wrong types that were read, exact matches and graded types (boxes, times, OCR) keep
-   their score.  Judged are open answers that merely resemble the gold, and answers that rules could not read.
-2. configs/judge.txt is the prompt.  The fields stand between lines with a code that none of them holds, tags
-   and control tokens broken up: an answer can neither end its field nor pose as the user.
+Reads a folder of evaluate.py (every *.jsonl with answers) or one file, of train_grpo.py or EasyVideoR1 too:
+JSONL, a JSON list or an object with one.  Writes X_judged beside each input X: judged rows gain `judge`
+(correct, incorrect, invalid) and `rule`, what accuracy and status were; result_judged.json (for a file X:
+X_result_judged.json), result.json with a section `judge`; judge_cache.jsonl, verdicts by content.
+1. Judged are open answers that merely resemble the gold, and right-or-wrong ones that rules could not read.
+2. In the prompt, configs/judge.txt, an answer can neither end its field nor pose as the user.
 3. A reply that is no verdict is asked for again, then counted as invalid and scored 0: nothing is guessed.
-4. Verdicts that are known are asked for as well: confident rule verdicts, self-checks, and --human labels,
-   answers with `human` (true or false); printed: how many come out, Cohen's kappa with its 95 % interval.
+4. Known verdicts (sure rules, self-checks, people's `human`: true or false) are asked for too, for agreement.
 """
 
-import argparse, hashlib, http.client, json, os, random, re, sys, time, urllib.error, urllib.request
+import argparse, email.utils, hashlib, http.client, json, os, random, re, time, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from email.utils import mktime_tz, parsedate_tz
 from pathlib import Path
 
 import numpy as np, yaml
 
 CONFIGS = Path(__file__).with_name("configs")
-OPEN = {"open ended", "free form", "video qa", "video description", "caption", "none"}
-CLOSED = {"multiple choice", "numerical", "boolean", "binary classification", "math", "rec", "ssr", "crr"}
-LONGEST = 3000  # characters of a field that the judge sees
-VERDICTS = ['{"correct": true}', '{"correct": false}']
+TEXTS = yaml.safe_load((CONFIGS / "judge.yaml").read_text())  # problem types, verdicts, output, flags
 
 def load(path):
     """(document, the list of answers in it): the list itself, or one that the document, a dict, holds."""
@@ -37,7 +29,7 @@ def load(path):
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".jsonl":
             text = text if text.endswith("}") else text.rpartition("\n")[0]  # half a line of a killed writer
-            text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
+            text = "[" + ",\n".join(filter(str.strip, text.split("\n"))) + "]"
         document = json.loads(text)
     except ValueError as error:  # "line 3" of a JSONL file is its third
         raise ValueError(f"{path}: cannot be read: {error}") from None
@@ -57,23 +49,24 @@ def look(row):
     first = lambda *names: next((row[name] for name in names if row.get(name) is not None), "")
     gold = first(*golds[::-1] if "<answer>" in str(row.get("solution")) else golds)  # as rewards.py does
     kind = re.sub(r"[\s_-]+", " ", str(row.get("problem_type"))).lower()
+    closed, opened = (kind in TEXTS[name] for name in ("closed", "open"))
     score, status = float(first("accuracy", "reward") or 0), row.get("status", "ok")
     answer = "" if status in ("truncated", "failed") else region(first(*responses))  # then 0 stands
     return argparse.Namespace(
         row=row, kind=kind, score=score, answer=answer, options="\n".join(map(str, first("options"))),
         problem=str(first("problem")), gold=region(gold) if isinstance(gold, str) else json.dumps(gold),
         item=str(row.get("key") or [row.get(name) for name in ("problem_id", "path", "videos", "problem")]),
-        sure=status != "invalid" and (kind in CLOSED and score in (0, 1) or kind in OPEN and score == 1),
-        open=bool(answer) and (kind in OPEN or kind in CLOSED and status == "invalid"))
+        sure=status != "invalid" and (closed and score in (0, 1) or opened and score == 1),
+        open=bool(answer) and (opened or closed and status == "invalid"))
 
 def prompt_of(a, answer, template):
-    """The judge's prompt.  The code is a hash of the fields: the same content gives the same prompt."""
+    """The judge's prompt.  Fields stand between lines with a code that none holds: a hash of them all."""
     fields = dict(QUESTION=a.problem, OPTIONS=a.options, REFERENCE=a.gold, CANDIDATE=answer)
     for name, text in fields.items():  # <|im_end|>, </s>, [INST] ... are control tokens to some tokenizer
-        text = text if len(text) <= LONGEST else text[:LONGEST // 4] + " [...] " + text[-LONGEST * 3 // 4:]
+        text = text if len(text) <= 3000 else text[:750] + " [...] " + text[-2250:]
         fields[name] = re.sub(r"([<\[])(?=[^\s\d])", r"\1 ", text)
     code = ""
-    while not code or any(code in text for text in fields.values()):
+    while any(code in text for text in fields.values()):
         code = hashlib.sha256(json.dumps([code, fields]).encode()).hexdigest()[:12]
     blocks = [f"<<<{name} {code}\n{text}\n{code}>>>\n" for name, text in fields.items()]
     return template.replace("{fields}", "".join(blocks))
@@ -82,23 +75,20 @@ def parse_verdict(text):
     """True, False or None.  A reply must end in its verdict, and hold no other one."""
     text = re.sub(r"[*`\s]+$", "", region(text))
     said = [*re.finditer(r'{[^{}]*"correct"\s*:\s*(\w+|"[^"]*")[^{}]*}|(?i:\bjudge?ment)\W{1,6}(\w+)', text)]
-    values = {match[1] or match[2] for match in said}
-    ends = said and said[-1].end() == len(text) and len(values) == 1
-    return {"true": True, "1": True, "false": False, "0": False}.get(values.pop()) if ends else None
+    if len({match[1] or match[2] for match in said}) == 1 and said[-1].end() == len(text):
+        return {"true": True, "1": True, "false": False, "0": False}.get(said[0][1] or said[0][2])
 
 def in_process(args):
     """(identity, ask) of vLLM in this process.  ask(prompts) yields (prompt, reply)."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
-
     options = dict(max_model_len=16384, enforce_eager=True) | json.loads(args.options)
-    llm, constraint = LLM(args.model, **options), StructuredOutputsParams(choice=VERDICTS)
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, structured_outputs=constraint)
-
+    llm, verdicts = LLM(args.model, **options), ['{"correct": true}', '{"correct": false}']
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens,
+                            structured_outputs=StructuredOutputsParams(choice=verdicts))
     def ask(prompts):
-        for start in range(0, len(prompts), 512):  # verdicts are kept after each
-            batch = prompts[start:start + 512]
+        for batch in (prompts[i:i + 512] for i in range(0, len(prompts), 512)):  # each is kept
             try:
                 outputs = llm.chat([[{"role": "user", "content": p}] for p in batch], params, use_tqdm=False,
                                    chat_template_kwargs={"enable_thinking": False})
@@ -127,8 +117,8 @@ def request(url, body, args):
             reason, after = f"HTTP {error.code} {error.reason}", error.headers.get("Retry-After") or ""
             if error.code not in (408, 425, 429) and error.code < 500:
                 break
-            date = parsedate_tz(after)
-            seconds = mktime_tz(date) - time.time() if date else after.isdigit() and after
+            date = email.utils.parsedate_tz(after)
+            seconds = email.utils.mktime_tz(date) - time.time() if date else after.isdigit() and after
             pause = min(600.0, max(0.0, float(seconds))) if seconds else pause
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
@@ -138,7 +128,6 @@ def over_http(args):
     """(identity, ask) of an OpenAI-compatible server; ten failed requests in a row end the run."""
     base, options, lost = args.base_url.rstrip("/"), json.loads(args.options), []
     name = args.model or re.search('"id": "(.*?)"|$', json.dumps(request(f"{base}/models", None, args)))[1]
-
     def one(prompt):
         if len(lost) >= 10:
             raise lost[-1]  # what was judged is in the cache: the same command goes on from there
@@ -160,7 +149,7 @@ def settle(prompts, identity, ask, cache, rounds):
     keys = {p: hashlib.sha256(json.dumps([identity, p]).encode()).hexdigest() for p in prompts}
     text = cache.read_text(errors="replace") if cache.exists() else ""
     stored = dict(re.findall(r'(?m)^{"key": "(\w{64})", "correct": (true|false)}$', text))  # no half lines
-    verdicts = {p: {"true": True, "false": False}.get(stored.get(key)) for p, key in keys.items()}
+    verdicts = {p: json.loads(stored.get(key, "null")) for p, key in keys.items()}
     cached, reply = sum(verdict is not None for verdict in verdicts.values()), ""
     with open(cache, "a", buffering=1) as file:
         file.write("\n" * (text[-1:] not in ("", "\n")))  # ends half a line
@@ -186,8 +175,8 @@ def known(answers, judged, labels, n):
     for a in draw.sample(judged or answers, min(n, len(judged or answers))):
         others = [b.gold for b in answers if b.kind == a.kind and b.gold.lower() != a.gold.lower()]
         wrong = {"empty": "", "refusal": "I do not know.", "negated gold": f"It is not {a.gold}"}
-        yield from (("gold", a, a.gold, True), *((source, a, text, False) for source, text in wrong.items()),
-                    *(("another gold", a, gold, False) for gold in others[:1]))
+        wrong |= {"another gold": gold for gold in others[:1]}
+        yield from (("gold", a, a.gold, True), *((source, a, text, False) for source, text in wrong.items()))
 
 def kappa(pairs, samples=2000):
     """[Cohen's kappa, its 95 % interval's ends] of [(item, judge, truth)], drawing whole items; or None."""
@@ -196,20 +185,10 @@ def kappa(pairs, samples=2000):
         cells.setdefault(item, np.zeros(4))[2 * judge + truth] += 1
     cells = np.array([*cells.values()] or [np.zeros(4)])  # (items, 4)
     draws = np.random.default_rng(0).multinomial(len(cells), np.full(len(cells), 1 / len(cells)), samples)
-    table = np.vstack([cells.sum(0), draws @ cells])  # (1 + samples, 4)
-    with np.errstate(invalid="ignore"):
-        no, missed, invented, yes = (table / table.sum(1, keepdims=True)).T
-        chance = (no + missed) * (no + invented) + (invented + yes) * (missed + yes)
-        values = (no + yes - chance) / (1 - chance)
-    values = [values[0], *np.nanquantile(values, [0.025, 0.975])] if np.isfinite(values[0]) else []
-    return [round(float(value), 4) for value in values] or None
-
-def follow(row, verdict):
-    """Put a verdict into an answer's row."""
-    word, status = {True: ("correct", "ok"), False: ("incorrect", "wrong"), None: ("invalid",) * 2}[verdict]
-    new = dict.fromkeys([n for n in ("accuracy", "reward") if n in row] or ["accuracy"], float(verdict or 0))
-    new |= {name: value for name, value in dict(correct=bool(verdict), status=status).items() if name in row}
-    row |= new | dict(judge=word, rule={name: row.get(name) for name in new})
+    no, missed, invented, yes = np.vstack([cells.sum(0), draws @ cells]).T  # (1 + samples,) each
+    size = (no + missed) * (missed + yes) + (no + invented) * (invented + yes)  # 0: all verdicts are alike
+    values = 2 * (no * yes - missed * invented)[size > 0] / size[size > 0]
+    return np.round([values[0], *np.quantile(values, [0.025, 0.975])], 4).tolist() if size[0] else None
 
 def run(args):
     path, template = Path(args.path), Path(args.prompt or CONFIGS / "judge.txt").read_text(encoding="utf-8")
@@ -226,49 +205,46 @@ def run(args):
     identity, ask = (over_http if args.base_url else in_process)(args)
     cache = Path(args.cache or out.with_name("judge_cache.jsonl"))
     verdicts, cached = settle([*prompts, *(test[2] for test in tests)], identity, ask, cache, args.rounds)
-
-    table, trust, outputs = {}, {}, {}
-    for a, prompt in zip(judged, prompts):
-        follow(a.row, verdicts[prompt])
-    for source in dict.fromkeys(test[0] for test in tests):
-        found = [(item, verdicts[prompt], truth) for name, item, prompt, truth in tests if name == source]
-        valid = [test for test in found if test[1] is not None]
-        trust[source] = dict(n=len(found), right=sum(verdict == truth for _, verdict, truth in valid),
-                             invalid=len(found) - len(valid), kappa=kappa(valid))
+    table, trust = {}, {}
+    for a, verdict in zip(judged, map(verdicts.get, prompts)):
+        word, new = TEXTS["verdicts"][verdict]
+        new = {n: v for n, v in new.items() if n in a.row or n == "accuracy" and "reward" not in a.row}
+        a.row |= new | dict(judge=word, rule={name: a.row.get(name) for name in new})
+    print(TEXTS["table"][0])
     for kind in ["all", *sorted({a.kind for a in answers})]:
         group = [a for a in answers if kind in ("all", a.kind)]
         words = [a.row["judge"] for a in judged if kind in ("all", a.kind)]
         rule, final = np.mean([(a.score, look(a.row).score) for a in group], 0).tolist()
         table[kind] = dict(n=len(group), rule=rule, rule_judge=final, judged=len(words),
                            invalid=words.count("invalid"))
-    for file, document, rows in loaded:
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        whole = json.dumps(document, ensure_ascii=False, indent=2)
-        outputs[file.with_stem(file.stem + "_judged")] = lines if file.suffix == ".jsonl" else whole
+        print(TEXTS["table"][1].format(kind, **table[kind]))
+    for source in dict.fromkeys(test[0] for test in tests):
+        found = [(item, verdicts[prompt], truth) for name, item, prompt, truth in tests if name == source]
+        valid = [test for test in found if test[1] is not None]
+        trust[source] = dict(n=len(found), right=sum(verdict == truth for _, verdict, truth in valid),
+                             invalid=len(found) - len(valid), kappa=kappa(valid))
+        print(TEXTS["trust"].format(source, **trust[source]))
     result = json.loads((path / "result.json").read_text()) if (path / "result.json").exists() else {}
     result["judge"] = dict(judge=identity, asked=len(verdicts), cached=cached, table=table, trust=trust)
-    for file, text in (outputs | {out: json.dumps(result, ensure_ascii=False, indent=1)}).items():
+    outputs = {file.with_stem(f"{file.stem}_judged"): document for file, document, _ in loaded}
+    for file, document in (outputs | {out: result}).items():
+        parts, indent = (document, None) if file.suffix == ".jsonl" else ([document], 2)
+        text = "".join(json.dumps(part, ensure_ascii=False, indent=indent) + "\n" for part in parts)
         file.with_name(f".{file.name}.tmp").write_text(text, encoding="utf-8")
         os.replace(file.with_name(f".{file.name}.tmp"), file)
-    print(f"{'':28}{'n':>7}{'rule':>9}{'rule+judge':>12}{'judged':>8}{'invalid':>9}")
-    for kind, line in table.items():
-        print("{:28}{n:7}{rule:9.4f}{rule_judge:12.4f}{judged:8}{invalid:9}".format(kind, **line))
-    for source, line in trust.items():
-        print("{:13} {right} of {n} right, {invalid} invalid; kappa [95 %]: {kappa}".format(source, **line))
     print(f"{len(verdicts)} verdicts, {cached} of them from the cache; {out}")
 
 def main():
     parser = argparse.ArgumentParser(description="Judge the open answers that rules cannot settle.")
-    parser.add_argument("path", help="folder of evaluate.py, or a file of answers")
-    parser.add_argument("--all", action="store_true", help="judge open answers that equal the gold, too")
-    for flag, (default, text) in yaml.safe_load((CONFIGS / "judge.yaml").read_text()).items():
-        parser.add_argument(flag, type=type(default), default=default, help=text)
+    for flag, options in TEXTS["flags"].items():
+        kind = {} if "action" in options else {"type": type(options.get("default", ""))}
+        parser.add_argument(flag, **options | kind)
     args = parser.parse_args()
     args.model or args.base_url or parser.error("who judges? --model or --base-url")
     try:
         run(args)
     except (OSError, ValueError, RuntimeError) as error:  # vLLM raises all of them
-        sys.exit(print("judge.py:", " ".join(str(error).split())[:500], file=sys.stderr) or 2)
+        parser.exit(2, f"judge.py: {' '.join(str(error).split())[:500]}\n")
 
 if __name__ == "__main__":
     main()
