@@ -110,6 +110,7 @@ def check_config(cfg, path):
             (cfg.temperature < 0.01, f"temperature is {cfg.temperature}; training needs 0.01 or more"),
             (cfg.max_refills and cfg.advantage == "reinforce_pp",
              f"max_refills is {cfg.max_refills}, but reinforce_pp learns from groups without spread too"),
+            (cfg.kl == "reward" and cfg.kl_kind == "full", "kl_kind is full, which is for kl=loss alone"),
             (cfg.advantage == "gdpo" and cfg.kl == "reward", "advantage is gdpo, which takes no kl=reward"),
             (cfg.overlong_buffer >= cfg.max_response_length,
              f"overlong_buffer is {cfg.overlong_buffer}, not below max_response_length")):
@@ -328,7 +329,8 @@ def load_policy(cfg, device, reference=False):
         layer.compile(dynamic=True)
     model.train()
     # FSDP gathers the root's weights when the root's forward runs: the packed forward must be that forward.
-    model.forward = functools.partial(packed_logprobs, model)
+    states_alone = reference and cfg.kl_kind == "full"
+    model.forward = functools.partial(packed_states if states_alone else packed_logprobs, model)
     return model.to(device)
 
 def keep_features(visual):
@@ -366,27 +368,33 @@ def shard(model, cfg, device, world):
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
-def packed_logprobs(model, pack, temperature, banned):
-    """Log-probability and entropy of every response token of a pack: two (R,) float32 tensors.
-
-    Logits exist only for positions that predict response tokens, 1024 rows at a time, anew in backward.
-    """
+def packed_states(model, pack, *unused):
+    """[(R, hidden)]: what the model makes of the positions that predict response tokens."""
     blind = sum(one_blank_patch(model) for _ in range(pack["blanks"]))
     hidden = model.model(
         input_ids=pack["input_ids"], position_ids=pack["position_ids"], attention_mask=None, use_cache=False,
         mm_token_type_ids=pack["mm_token_type_ids"], **pack["vision"], **pack["attention"]).last_hidden_state
-    hidden = hidden[0].index_select(0, pack["predict_index"])  # (R, hidden)
+    return [hidden[0].index_select(0, pack["predict_index"]) + blind]
 
-    def rows(states, targets):
-        logits = model.lm_head(states).float() / temperature  # (rows, V)
-        logits = logits.index_fill(-1, banned, -1e9)  # the engine never samples these
-        logp = logits.log_softmax(-1)
-        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+def packed_logprobs(model, pack, temperature, banned):
+    """Log-probability and entropy of every response token of a pack; with pack["reference"], its states and
+    lm_head, the KL to it over the vocabulary as well: (R,) float32 tensors.
 
-    out = [checkpoint(rows, states, targets, use_reentrant=False)
-           for states, targets in zip(hidden.split(LOGITS_ROWS), pack["targets"].split(LOGITS_ROWS))]
-    logprobs, entropy = (torch.cat(parts) for parts in zip(*out))
-    return logprobs + blind, entropy
+    Logits exist only for positions that predict response tokens, 1024 rows at a time, anew in backward.
+    """
+    def distribution(logits):  # (rows, V); the engine never samples banned ids
+        return (logits.float() / temperature).index_fill(-1, banned, -1e9).log_softmax(-1)
+
+    def rows(states, targets, *reference):
+        logp = distribution(model.lm_head(states))
+        exact = [(logp.exp() * (logp - distribution(F.linear(theirs, head)))).sum(-1) for theirs in reference]
+        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), *exact
+
+    *theirs, head = pack.get("reference", [None])
+    columns = [*packed_states(model, pack), pack["targets"], *theirs]
+    out = [checkpoint(rows, *chunk, use_reentrant=False)
+           for chunk in zip(*(column.split(LOGITS_ROWS) for column in columns))]
+    return [torch.cat(parts) for parts in zip(*out)]
 
 LOGITS_ROWS = 1024  # of (rows, V) logits alive at a time
 
@@ -478,6 +486,7 @@ class Run:
     banned: torch.Tensor  # ids that are never sampled
     scorer: rewards.Scorer
     recurrent: bool = False
+    ref_head: torch.Tensor = None  # the reference's lm_head (V, hidden), for the KL over the vocabulary
     engine: rollout.Engine = None
     ahead: list = None  # the next prompts, their clips being decoded
     surplus: list = field(default_factory=list)  # groups that the last step had no room for
@@ -509,7 +518,7 @@ def has_spread(group, key="overall"):
 def packed_passes(run, model, groups, part=0):
     """Forward every pack of this process's groups, then dummies (of no group) up to the count of the busiest
     process: collectives of sharded layers must match.  Groups whose advantages are all zero are left out.
-    Yields ([(group, index of a response)], pack, logprobs (R,), entropy (R,))."""
+    Yields ([(group, index of a response)], pack, logprobs (R,), entropy (R,), exact KL (R,) if asked for)."""
     cfg, dummy = run.cfg, rollout.Group({}, video_io.Media(), "", [0], [rollout.Response([0], [0.0], "", "")])
     every = cfg.entropy_bonus or cfg.kl == "loss" or cfg.offline == "sft"
     learning = [g for g in groups if every or g.advantages is None or any(a.any() for a in g.advantages)]
@@ -525,16 +534,19 @@ def packed_passes(run, model, groups, part=0):
         # packs are the same in every pass over a part, unless advantages were computed in between
         model.model.visual.pack_key = (part, i, itertools.count()) if cfg.kl != "reward" else None
         places = [(group, i) for group, indices in contents for i in indices]
+        if places and run.ref_head is not None and torch.is_grad_enabled():
+            pack["reference"] = torch.cat([g.ref_logprobs[j] for g, j in places]).to(run.device), run.ref_head
         yield places, pack, *model(pack, cfg.temperature, run.banned)
 
 def fill_logprobs(run, model, groups, name, part=0):
-    """Log-probabilities of one forward without gradient into group.<name>: one (R,) per response."""
+    """Log-probabilities of one forward without gradient into group.<name>: one (R,) per response; of a
+    reference for the exact KL its states, (R, hidden)."""
     for group in groups:
         setattr(group, name, [None] * len(group.responses))
     with torch.no_grad():
-        for places, pack, logprobs, _ in packed_passes(run, model, groups, part):
-            for (group, j), values in zip(places, logprobs.cpu().split(pack["lengths"])):
-                getattr(group, name)[j] = values
+        for places, pack, values, *_ in packed_passes(run, model, groups, part):
+            for (group, j), part_of in zip(places, values.cpu().split(pack["lengths"])):
+                getattr(group, name)[j] = part_of
 
 def check_engine(run, model, groups):
     """The weights that sample are those that train: greedy tokens of a few prompts have the same
@@ -559,7 +571,7 @@ def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
     total_tokens, total_sequences = max(1, sum(map(sum, sizes))), max(1, sum(map(len, sizes)))
     sums, worst_gap = defaultdict(float), 0.0
     optimizer.zero_grad(set_to_none=True)
-    for places, pack, logprobs, entropy in packed_passes(run, model, groups, part):
+    for places, pack, logprobs, entropy, *exact in packed_passes(run, model, groups, part):
         if not places:
             (logprobs.sum() * 0).backward()
             continue
@@ -587,7 +599,8 @@ def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
                      offline_share=given, logprob_gap=(sampled - old).abs() * fresh,
                      corrected_share=(correction == 0) | (correction >= cfg.importance_cap))
         if cfg.kl != "off":
-            terms["kl"] = kl_penalty(logprobs, per_token(lambda g, j: g.ref_logprobs[j]), cfg.kl_kind)
+            terms["kl"] = exact[0] if exact else kl_penalty(
+                logprobs, per_token(lambda g, j: g.ref_logprobs[j]), cfg.kl_kind)
             loss = loss + kl_coef * (cfg.kl == "loss") * terms["kl"]
         weights = token_weights(lengths, cfg.aggregate, total_tokens, total_sequences,
                                 cfg.max_response_length).to(run.device)
@@ -606,7 +619,7 @@ def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
     if not sums:
         return {}  # no group of any process had spread: nothing to learn from
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    norm = float(whole(norm))
     if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm} on {[g.record['where'] for g in groups]}")
     optimizer.step()
@@ -955,15 +968,21 @@ def plan(cfg, run, train, val):
     print(f"\nthe first record, {len(group.prompt_ids)} tokens:\n{group.text}")
 
 def memory_estimate(cfg, run, n_params, pack):
-    """Bytes of one process at the peak of an update on a pack of so many tokens, by part."""
+    """Bytes of one process at the peak of an update on packs of so many tokens, a group each, by part.
+
+    A layer keeps 15 hidden + 4 intermediate sizes a token for its backward; a recomputed one its input alone.
+    When all that is gone, AdamW's step needs the size of the weights once more.
+    """
     text, width = run.prompter.model_config.get_text_config(), 2 if run.device.type == "cuda" else 4
-    hidden, layers, kept = text.hidden_size, text.num_hidden_layers, cfg.gradient_checkpointing
-    layer = pack * width * (8 * hidden + 4 * text.intermediate_size)  # what one keeps for its backward
-    parts = {"weights, gradients, AdamW (float32)": 16 * n_params / (cfg.shard_size or run.world),
+    hidden, layers, again = text.hidden_size, text.num_hidden_layers, cfg.gradient_checkpointing
+    share = n_params / (cfg.shard_size or run.world)
+    layer = pack * width * (15 * hidden + 4 * text.intermediate_size)
+    parts = {"weights, gradients, AdamW (float32)": 16 * share, "AdamW's step": 4 * share,
              "gathered layers": width * (2 * n_params / layers + text.vocab_size * hidden),
-             "activations": layers * (kept * pack * hidden * width + (1 - kept) * layer) + layer,
+             "activations": again * layers * pack * hidden * width + max(1, (1 - again) * layers) * layer,
              "logits": 12 * LOGITS_ROWS * text.vocab_size}
-    return dict(parts, together=sum(parts.values()))
+    state, step, *rest = parts.values()
+    return dict(parts, together=state + max(step, sum(rest)))
 
 def main(cfg):
     accelerator = Accelerator(
@@ -987,6 +1006,7 @@ def main(cfg):
     if cfg.kl != "off":
         reference = shard(load_policy(cfg, run.device, reference=True), cfg, run.device, run.world)
         cfg.init_from and load_weights(cfg.init_from, reference)
+        run.ref_head = whole(reference.lm_head.weight) if cfg.kl_kind == "full" else None
         reference.to("cpu")
     run.engine = rollout.Engine(
         cfg.model, dtype=compute_dtype(run.device), seed=cfg.seed, banned=run.banned.tolist(),
@@ -1083,7 +1103,10 @@ def full_parameters(model, skip=()):
     """(name, whole tensor) of every parameter but those named, gathered one at a time."""
     for name, p in model.named_parameters():
         if name not in skip:
-            yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
+            yield name, whole(p)
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 def show(accuracies):
     return "  ".join(f"{name} {value:.3f}" for name, value in accuracies.items())

@@ -64,8 +64,8 @@ def hf_inputs(run, group):
     return inputs
 
 
-def separate_logprobs(model, run, group, response, temperature=1.0):
-    """One response's logprobs by an ordinary forward over inputs of the Hugging Face processor."""
+def separate_distribution(model, run, group, response, temperature=1.0):
+    """(R, V) log-probabilities by an ordinary forward over inputs of the Hugging Face processor."""
     inputs, P = hf_inputs(run, group), len(group.prompt_ids)
     answer = torch.tensor([response.ids])
     inputs["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
@@ -73,7 +73,12 @@ def separate_logprobs(model, run, group, response, temperature=1.0):
     inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(answer)], 1)
     logits = model(**inputs, use_cache=False).logits[0, P - 1:-1] / temperature
     logits[:, run.banned] = -torch.inf
-    return logits.log_softmax(-1).gather(1, answer[0][:, None])[:, 0]
+    return logits.log_softmax(-1)
+
+
+def separate_logprobs(*arguments):
+    """One response's logprobs, (R,), by an ordinary forward: arguments of separate_distribution."""
+    return separate_distribution(*arguments).gather(1, torch.tensor(arguments[3].ids)[:, None])[:, 0]
 
 
 def reference_loss(model, run, groups):
@@ -198,6 +203,41 @@ def test_kl_to_the_reference_is_zero_at_first_and_then_pulls_back(toy):
     (3.0 * kl).backward()
     assert kl > 1e-4 and metrics["kl"] == pytest.approx(kl.item(), rel=1e-4)
     assert metrics["loss"] == pytest.approx(3 * kl.item(), rel=1e-4)
+    assert max(relative_gaps(model, other).values()) < 1e-4
+
+
+def test_the_full_kl_and_its_gradient_are_those_of_torch_over_the_vocabulary(toy, monkeypatch):
+    """Zero advantages, chunks of 7 rows, banned ids left out: F.kl_div over plain forwards of both models."""
+    monkeypatch.setattr(train_grpo, "LOGITS_ROWS", 7)
+    run, *_ = train_grpo.prepare(config(toy, kl="loss", kl_kind="full", temperature=0.7, importance="off",
+                                        max_tokens_per_pack=300, max_grad_norm=1e9))
+    groups = some_groups(toy, run)
+    model = train_grpo.load_policy(run.cfg, run.device)
+    reference = train_grpo.load_policy(run.cfg, run.device, reference=True)
+    run.ref_head = reference.lm_head.weight
+    train_grpo.fill_logprobs(run, reference, groups, "ref_logprobs")
+    for g in groups:
+        g.advantages = torch.zeros(len(g.responses))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    assert train_grpo.update(run, model, optimizer, groups, kl_coef=3.0)["kl"] == pytest.approx(0, abs=1e-7)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.3)
+    metrics = train_grpo.update(run, model, optimizer, groups, kl_coef=3.0)
+
+    other, first = (AutoModelForImageTextToText.from_pretrained(run.cfg.model, dtype=torch.float32) for _ in range(2))
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.3)
+    rows = []
+    for group in groups:
+        for response in group.responses:
+            ours, theirs = (separate_distribution(m, run, group, response, 0.7) for m in (other, first))
+            kept = torch.isfinite(ours[0])  # of banned ids there is nothing
+            rows.append(torch.nn.functional.kl_div(theirs[:, kept].detach(), ours[:, kept], reduction="none",
+                                                   log_target=True).sum(-1))
+    kl = torch.cat(rows).mean()
+    (3.0 * kl).backward()
+    assert kl > 1e-3 and metrics["kl"] == pytest.approx(kl.item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(3 * kl.item(), rel=1e-5)
     assert max(relative_gaps(model, other).values()) < 1e-4
 
 
@@ -449,6 +489,19 @@ def test_a_dry_run_shows_the_plan_and_trains_nothing(toy, tmp_path, capsys):
     assert not (tmp_path / "dry/metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("pack,response,recomputed,measured", [
+    (10_983, 512, 1.0, 39.8), (33_255, 2048, 1.0, 41.3), (10_983, 512, 0.5, 53.4)])
+def test_the_estimate_of_memory_is_near_what_was_measured(toy, pack, response, recomputed, measured):
+    """GiB of an update with AdamW on one H200 with random weights of Qwen3-VL-2B's shape, a group of 8."""
+    run, *_ = train_grpo.prepare(config(toy, n=8, max_response_length=response, gradient_checkpointing=recomputed,
+                                        max_tokens_per_pack=65536))
+    text = run.prompter.model_config.get_text_config()
+    text.update(dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, vocab_size=151936))
+    on_gpu = dataclasses.replace(run, device=torch.device("cuda"))
+    parts = train_grpo.memory_estimate(run.cfg, on_gpu, 2_127_532_032, pack)
+    assert parts["together"] / 2**30 == pytest.approx(measured, rel=0.1)
+
+
 # on CPU `accelerate launch` starts one process whatever it is told; on GPUs it starts them as this does
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
 ALONE = dict(os.environ, OMP_NUM_THREADS="1")
@@ -686,10 +739,11 @@ def test_a_model_that_is_nowhere_is_one_clear_line(toy, monkeypatch):
     ("lr=fast", "lr is 'fast'"), ("advantage=grop", "'grpo', 'dr_grpo'"), ("steps=true", "steps is True"),
     ("max_tokens_per_pack=10", "max_tokens_per_pack is 10"), ("algo=ppo", "not one of grpo, dapo"),
     ("val={max_frame: 8}", "it may hold"), ("val={max_frames: many}", "max_frames is 'many'"),
-    ("temperature=0", "temperature is 0"), ("overlong_buffer=24", "overlong_buffer is 24")])
+    ("temperature=0", "temperature is 0"), ("overlong_buffer=24", "overlong_buffer is 24"),
+    ("kl=reward kl_kind=full", "kl_kind is full")])
 def test_bad_config_is_one_clear_line(word, message):
     with pytest.raises(video_io.DataError) as error:
-        train_grpo.load_config(ROOT / "configs/toy.yaml", [word])
+        train_grpo.load_config(ROOT / "configs/toy.yaml", word.split(" ") if "kl=" in word else [word])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
