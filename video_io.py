@@ -34,10 +34,9 @@ class DataError(ValueError):
     """Bad input. The message is ready to print: one line per problem."""
 
 class MediaError(Exception):
-    """One clip or image that cannot be used: its path and a reason of one line."""
+    """One clip or image that cannot be used: path, reason of one line, whether it is the file's for good."""
     def __init__(self, path, reason, lasting=True):
-        self.path, self.reason = str(path), one_line(reason)
-        self.lasting = lasting  # the file is to blame: worth remembering
+        self.path, self.reason, self.lasting = str(path), one_line(reason), lasting
         super().__init__(f"{self.path}: {self.reason}")
 
 def one_line(text):
@@ -51,10 +50,10 @@ def read_yaml(path):
         raise DataError(f"{path}: cannot be read as YAML: {one_line(error)}") from error
 
 TEXTS = read_yaml(CONFIGS / "video_io.yaml")  # fields of MediaSpec, commands and flags, what is printed
+FIELDS = [(name, object, rule["default"]) for name, rule in TEXTS["media"].items()]
 
 @dataclass(frozen=True)
-class MediaSpec(make_dataclass("Fields", [(name, object, field["default"]) for name, field in
-                                          TEXTS["media"].items()], frozen=True)):
+class MediaSpec(make_dataclass("Fields", FIELDS, frozen=True)):
     """How media become tensors: the fields of configs/video_io.yaml."""
     def __post_init__(self):
         for low in ("min_frames", "min_pixels", "image_min_pixels"):
@@ -71,8 +70,8 @@ class MediaSpec(make_dataclass("Fields", [(name, object, field["default"]) for n
 def media_spec(model_config, **settings):
     """The spec with the patch sizes of a Hugging Face config."""
     v = model_config.vision_config
-    return MediaSpec(**settings | {"patch_size": v.patch_size, "merge_size": v.spatial_merge_size,
-                                   "temporal_patch_size": v.temporal_patch_size})
+    return MediaSpec(**settings, patch_size=v.patch_size, merge_size=v.spatial_merge_size,
+                     temporal_patch_size=v.temporal_patch_size)
 
 @dataclass
 class Clip:
@@ -131,77 +130,77 @@ def squash(name):
 
 def make_record(row, where, root, kinds, schema):
     """(record, [(field, what to do about it)]) of a row of the training or the evaluation layout."""
-    if row.get("data_type") == "image":  # then "path" is one
-        row = row | {"image_path": row.get("path") or row.get("image_path"), "path": None}
-    file, _, line = where.rpartition(":")
-    given = {"data_source": Path(file).stem} | {
-        name: value for name, value in row.items() if value not in (None, "", []) and value == value}
     rules = schema.schema["properties"]
-    record = {"problem_id": line} | row | {"where": where} | {
+    given = {name: value for name, value in row.items() if value not in (None, "", [], {}) and value == value}
+    if given.get("data_type") == "image" and "path" in given:  # then it is one
+        given["image_path"] = given.pop("path")
+    record = {"problem_id": where.rpartition(":")[2]} | row | {"where": where} | {
         name: next((given[other] for other in rule["from"] if other in given), rule.get("default"))
         for name, rule in rules.items()}
     record["problem_type"] = kinds.get(squash(record["problem_type"]), record["problem_type"])
     for name in ("videos", "images"):
         record[name] = [record[name]] if isinstance(record[name], str) else record[name]
-    faults = [(e.absolute_path[0], e.schema.get("description")) for e in schema.iter_errors(record)]
-    if faults:  # what follows relies on the types
-        return record, [(name, remedy or rules[name]["description"]) for name, remedy in faults]
+    errors = [(error.path[0], error.schema.get("description")) for error in schema.iter_errors(record)]
+    if errors:  # what follows relies on the types
+        return record, [(name, remedy or rules[name]["description"]) for name, remedy in errors]
+    def place(file):
+        return os.path.normpath(os.path.join(root, file.removeprefix("file://")))
 
-    place = lambda file: os.path.normpath(os.path.join(root, file.removeprefix("file://")))
     videos = [[place(f) for f in v] if isinstance(v, list) else place(v) for v in record["videos"]]
+    images, stored = [place(file) for file in record["images"]], record["preprocessed_video"]
     if videos and all(str(file).lower().endswith(IMAGE_SUFFIXES) for file in videos):
         videos = [videos]  # a flat list of images is one clip, given as its frames
-    images, stored = [place(file) for file in record["images"]], record["preprocessed_video"]
     answer = record["answer"] if isinstance(record["answer"], str) else json.dumps(record["answer"])
-    if tagged := re.search(rules["answer"]["tags"], answer):
-        answer = tagged[tagged.lastindex]
+    tagged = re.search(rules["answer"]["tags"], answer)
+    answer = (tagged[tagged.lastindex] if tagged else answer).strip()
     start, end = (t if t is None else float(t) for t in (record["video_start"], record["video_end"]))
-    record |= {"videos": videos, "images": images, "preprocessed_video": stored and place(stored),
+    record |= {"videos": videos, "images": images, "options": letter_options(record["options"]),
                "data_type": record["data_type"] or ("video" if videos else "image" if images else "text"),
-               "options": letter_options(record["options"]), "answer": answer.strip(),
-               "video_start": start, "video_end": end}
-    faults += [("answer", rules["answer"]["description"])] * (not record["answer"])
+               "answer": answer, "video_start": start, "video_end": end,
+               "preprocessed_video": stored and place(stored)}
+    faults = [("answer", rules["answer"]["description"])] * (not answer)
     faults += [("video_end", f"must be after start {start}")] * (end is not None and end <= (start or 0))
     for kind, found in (("video", videos), ("image", images)):
         marks = record["problem"].count(f"<{kind}>")
         if marks not in (0, len(found)) or record["data_type"] == kind and not found:
             faults.append((f"{kind}s", f"a {kind} sample needs one, or one for each <{kind}> mark"))
-        files = [file for entry in found for file in (entry if isinstance(entry, list) else [entry])]
         faults += [(f"{kind}s", f"no file {file}; fix the path or say where the data is (data_root)")
-                   for file in files if not os.path.exists(file)]
+                   for entry in found for file in ([entry] if isinstance(entry, str) else entry)
+                   if not os.path.exists(file)]
     return record, faults
 
 def read_records(path, data_root=None, prompts=None, check=None, change=dict):
     """(records without fault, problems as printable lines, {where: source row}).  change: of each row."""
     import jsonschema
-    root, seen, rows = os.path.abspath(data_root or Path(path).parent), Counter(), {}
-    records, problems = [], []
+    root, seen = os.path.abspath(data_root or Path(path).parent), Counter()
+    records, problems, rows = [], [], {}
     schema = jsonschema.Draft202012Validator(read_yaml(CONFIGS / "record.yaml"))
-    rule, prompts = schema.schema["properties"]["problem_type"], prompts or load_prompts()
-    names = rule["aliases"] | {kind: kind for kind in prompts}
+    rules, prompts = schema.schema["properties"], prompts or load_prompts()
+    names = rules["problem_type"]["aliases"] | {kind: kind for kind in prompts}
     kinds = {squash(name): kind for name, kind in names.items() if kind in prompts}
-    rule["enum"] = list(prompts)
+    rules["problem_type"]["enum"], rules["data_source"]["default"] = list(prompts), Path(path).stem
     for line, row in read_rows(path):
         rows[where := f"{Path(path).name}:{line}"] = row
-        if not isinstance(row, dict):
-            problems.append(f"{where}: {row if isinstance(row, str) else 'not a JSON object with fields'}")
-            continue
-        record, faults = make_record(change(row), where, root, kinds, schema)
-        # Of the source row, not the resolved one: a moved dataset keeps its keys.
-        key = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        seen[key] += 1
-        record["key"] = key if seen[key] == 1 else f"{key}:{seen[key]}"
-        near = difflib.get_close_matches(squash(row.get("problem_type")), kinds, cutoff=0.5) if faults else []
-        near = ", ".join(kinds[kind] for kind in near or sorted(kinds))
-        texts = [f"{name} is {json.dumps(record[name], default=str)[:80]}: {hint}".replace("{nearest}", near)
-                 for name, hint in faults]
         try:
-            if check and not faults:
+            if not isinstance(row, dict):
+                raise DataError(row if isinstance(row, str) else "not a JSON object with fields")
+            record, faults = make_record(change(row), where, root, kinds, schema)
+            if faults:
+                near = difflib.get_close_matches(squash(row.get("problem_type")), kinds, cutoff=0.5)
+                near = ", ".join(kinds[kind] for kind in near or sorted(kinds))
+                texts = [f"{name} is {json.dumps(record[name], default=str)[:80]}: {hint}"
+                         for name, hint in dict.fromkeys(faults)]
+                raise DataError("\n".join(texts).replace("{nearest}", near))
+            # Of the source row, not the resolved one: a moved dataset keeps its keys.
+            key = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:16]
+            seen[key] += 1
+            record["key"] = key if seen[key] == 1 else f"{key}:{seen[key]}"
+            if check:
                 check(record)
+            records.append(record)
         except ValueError as error:
-            texts = [str(error).removeprefix(f"{where}: ")]
-        problems += [f"{where}: {text}" for text in dict.fromkeys(texts)]
-        records += [record] * (not texts)
+            text = str(error).removeprefix(f"{where}: ")
+            problems += [f"{where}: {line}" for line in text.split("\n")]
     return records, problems, rows
 
 def load_records(path, data_root=None, prompts=None, check=None):
@@ -372,9 +371,10 @@ def stored_reader(files, fps):
     read = lambda indices: frames[indices].round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
     return np.asarray(meta["frames_indices"]) / fps, fps, read, meta["total_num_frames"] / fps
 
-READERS = {  # by the module that their library's errors come from
-    "decord": decord_reader, "av": pyav_reader, "PIL": stills_reader, "_pickle": stored_reader}
-FILE_ERRORS = OSError, ValueError, LookupError, RuntimeError, EOFError, SyntaxError  # besides a library's own
+FILE_ERRORS = OSError, ValueError, LookupError, RuntimeError, EOFError, SyntaxError  # of a broken file
+READERS = {  # by library, with what else it raises for a file that it cannot read
+    "decord": (decord_reader, "DECORDError", "DECORDLimitReachedError"), "av": (pyav_reader, "FFmpegError"),
+    "PIL.Image": (stills_reader, "DecompressionBombError"), "pickle": (stored_reader, "UnpicklingError")}
 
 def files_of(path):
     """What is behind a path: a list of frames, the images of a folder (2 before 10), or the path itself."""
@@ -404,19 +404,19 @@ def with_reader(item, spec, use):
     """use(read, probe of the item); PyAV where decord fails (AV1, GIF, damaged heads) or is missing."""
     files, reasons = files_of(item["path"]), []
     stills = item["kind"] == "image" or files != [item["path"]]
-    names = ["_pickle"] if files[0].endswith(".pt") else ["PIL"] if stills else ["decord", "av"]
+    names = ["pickle"] if files[0].endswith(".pt") else ["PIL.Image"] if stills else ["decord", "av"]
     facts = header(files[0]) if "av" in names else {"codec": "?", "rotation": "?"}
     for name in [name for name in names if name in READERS and importlib.util.find_spec(name)]:
+        (reader, *errors), own = READERS[name], []
         try:
-            times, rate, read, stored = READERS[name](files, item.get("fps") or spec.fps)
+            own = [getattr(importlib.import_module(name), error) for error in errors]
+            times, rate, read, stored = reader(files, item.get("fps") or spec.fps)
             if name == "decord" and len(times) < facts["stated"]:  # it would show a last frame over and over
                 raise ValueError(f"truncated: {len(times)} of {facts['stated']} frames are there")
             height, width = read([0]).shape[1:3]
             return use(read, item | facts | {"height": height, "width": width, "fps": float(rate),
                                              "stored": stored, "times": times.tolist(), "reader": name})
-        except Exception as error:
-            if not isinstance(error, FILE_ERRORS) and type(error).__module__.partition(".")[0] != name:
-                raise
+        except (*FILE_ERRORS, *own) as error:
             reasons.insert(0, str(error).strip().split("\n")[-1][:200])
         finally:
             read = None  # at once: an idle decord reader decodes ahead without bound
@@ -486,6 +486,7 @@ def read_clip(file):
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(file, framework="pt") as f:
+            os.utime(file)  # the least recently used go first
             return Clip(f.get_tensor("frames"), **{k: json.loads(v) for k, v in f.metadata().items()})
     except (OSError, SafetensorError, TypeError, ValueError, AttributeError):
         return None
@@ -506,23 +507,21 @@ def load_item(item, spec, cache_dir=None, cache_mode="prefer_cache", store=store
             return load_item(item, spec, folder, store=store)  # the mapping keeps the pages
     file = Path(cache_dir, key[:2], key + ".safetensors")
     broken = file.with_suffix(".bad")
-    if clip := read_clip(file):
-        os.utime(file)  # the least recently used go first
-        return clip, file
-    if broken.exists():
-        raise MediaError(item["path"], f"{broken.read_text()} (remembered in {broken})")
-    if cache_mode == "cache_only":
-        raise MediaError(item["path"], f"is not in {cache_dir}; fill it with: python video_io.py cache")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        store(item, spec, str(file))
-    except MediaError as error:
-        if error.lasting:
-            write_atomic(broken, lambda temp: temp.write_text(error.reason))
-        raise
-    if clip := read_clip(file):
-        return clip, file
-    raise MediaError(item["path"], "was evicted from the cache before it was read; raise the limit")
+    if not (clip := read_clip(file)):
+        if broken.exists():
+            raise MediaError(item["path"], f"{broken.read_text()} (remembered in {broken})")
+        if cache_mode == "cache_only":
+            raise MediaError(item["path"], f"is not in {cache_dir}; fill it with: python video_io.py cache")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            store(item, spec, str(file))
+        except MediaError as error:
+            if error.lasting:
+                write_atomic(broken, lambda temp: temp.write_text(error.reason))
+            raise
+        if not (clip := read_clip(file)):
+            raise MediaError(item["path"], "was evicted from the cache before it was read; raise the limit")
+    return clip, file
 
 def evict(cache_dir, limit_bytes):
     """Deletes the least recently used entries until the cache fits, and leftovers of killed writers."""
@@ -536,10 +535,10 @@ def evict(cache_dir, limit_bytes):
             file.unlink(missing_ok=True)
             total -= size
 
-def load_media(record, spec, cache_dir=None, cache_mode="prefer_cache", load=load_item):
-    """Every clip and image of a record, decoded in this process unless load does it elsewhere."""
+def load_media(record, spec, cache_dir=None, cache_mode="prefer_cache", load=None):
+    """Every clip and image of a record, decoded in this process unless load(item) does it elsewhere."""
     items = media_items(record, cache_mode)
-    clips = [load(item, spec, cache_dir, cache_mode)[0] for item in items]
+    clips = [load(item) if load else load_item(item, spec, cache_dir, cache_mode)[0] for item in items]
     n_videos = len(items) - len(record["images"])
     return Media(clips[:n_videos], clips[n_videos:])
 
@@ -578,30 +577,30 @@ class MediaLoader:
 
     def submit(self, record):
         """A Future of Media, or of a MediaError."""
-        load = lambda item, *_: [self.counted(self.load, item, record.get("where"))]
-        return self.pool.submit(load_media, record, self.spec, None, self.cache_mode, load)
+        load = partial(self.do, "load", where=record.get("where"))
+        return self.pool.submit(load_media, record, self.spec, cache_mode=self.cache_mode, load=load)
 
-    def load(self, item, folder=None):
-        """Clip of an item; what the cache lacks a worker decodes."""
-        decoder = lambda item, spec, file: self.ask("store", item, file)
-        return load_item(item, self.spec, folder or self.cache_dir, self.cache_mode, decoder)[0]
-
-    def counted(self, work, item, where=None):
-        """work(item); a file that fails is written down."""
+    def do(self, job, item, folder=None, where=None):
+        """What JOBS[job] makes of the item, or "load", its Clip; a file that fails is written down."""
         try:
-            answer, failed = work(item), None
+            if job == "load":  # what the cache lacks a worker decodes
+                store = lambda item, spec, file: self.ask("store", item, file)
+                answer, _ = load_item(item, self.spec, folder or self.cache_dir, self.cache_mode, store)
+            else:
+                answer = self.ask(job, item)
         except MediaError as error:
-            failed = error
+            with self.lock:
+                self.n_bad += 1
+                if self.bad_file:
+                    line = json.dumps({"path": error.path, "reason": error.reason, "where": where})
+                    Path(self.bad_file).parent.mkdir(parents=True, exist_ok=True)
+                    with open(self.bad_file, "a", encoding="utf-8") as f:
+                        print(line, file=f)
+            raise
         with self.lock:
-            self.n_ok, self.n_bad = self.n_ok + (not failed), self.n_bad + bool(failed)
-            if failed and self.bad_file:
-                Path(self.bad_file).parent.mkdir(parents=True, exist_ok=True)
-                with open(self.bad_file, "a", encoding="utf-8") as f:
-                    f.write(json.dumps({"path": failed.path, "reason": failed.reason, "where": where}) + "\n")
+            self.n_ok += 1
             if self.cache_dir and self.cache_gb and self.n_ok % 64 == 1:
                 evict(self.cache_dir, self.cache_gb * 1e9)
-        if failed:
-            raise failed
         return answer
 
     def ask(self, job, item, *rest):
@@ -623,10 +622,9 @@ class MediaLoader:
         if self.closed:  # then no clip is to blame
             raise CancelledError
         if not line:
-            code, path = worker.wait(), files_of(item["path"])[0]
-            if code == -signal.SIGALRM:
-                raise MediaError(path, f"hung for {self.timeout_s:g} s; decoder killed")
-            raise MediaError(path, f"crashed the decoder (exit code {code})", lasting=code == -signal.SIGSEGV)
+            code, reasons = worker.wait(), {-signal.SIGALRM: f"hung for {self.timeout_s:g} s; decoder killed"}
+            reason = reasons.get(code, f"crashed the decoder (exit code {code})")
+            raise MediaError(files_of(item["path"])[0], reason, code in (-signal.SIGALRM, -signal.SIGSEGV))
         answer, error = json.loads(line)
         if error:
             raise MediaError(*error)
@@ -637,13 +635,13 @@ class MediaLoader:
 
         job: one of JOBS, or "load" to fill the cache folder, which answers {"bytes": size of the frames}."""
         from tqdm import tqdm
-        work = partial(self.ask, job)
-        if job == "load":
-            work = lambda item: {"bytes": self.load(item, folder).frames.nbytes}
+        def work(item):
+            answer = self.do(job, item, folder)
+            return {"bytes": answer.frames.nbytes} if job == "load" else answer  # mapped files are few
+
         unique = {json.dumps(item): item for item in items}
-        futures = {key: self.pool.submit(self.counted, work, item) for key, item in unique.items()}
-        for _ in tqdm(as_completed(futures.values()), total=len(futures), desc=what, unit="file"):
-            pass
+        futures = {key: self.pool.submit(work, item) for key, item in unique.items()}
+        list(tqdm(as_completed(futures.values()), total=len(futures), desc=what, unit="file"))
         return {key: future.exception() if isinstance(future.exception(), MediaError) else future.result()
                 for key, future in futures.items()}
 
@@ -665,7 +663,7 @@ def vision_token_ids(model_config):
 def vllm_inputs(text, media):
     """One request of vLLM's generate. The pixels are final: vLLM neither samples nor resizes."""
     from PIL import Image
-    data, settings = {}, {"do_resize": False}
+    settings, data, uuids = {"do_resize": False}, {}, {}
     if media.videos:
         if VISION_TRIPLE not in text:  # Qwen3
             from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor as Expander
@@ -675,11 +673,11 @@ def vllm_inputs(text, media):
         names, final = ("fps", "frames_indices", "total_num_frames", "duration"), {"do_sample_frames": False}
         data["video"] = [(c.frames, {name: getattr(c, name) for name in names} | final) for c in media.videos]
         settings |= final
+        uuids["video"] = [clip.key for clip in media.videos]
     if media.stills:
         data["image"] = [Image.fromarray(x.permute(1, 2, 0).contiguous().numpy()) for x in media.images]
-    uuids = {"video": [clip.key for clip in media.videos], "image": [clip.key for clip in media.stills]}
-    found = {"multi_modal_data": data, "mm_processor_kwargs": settings,
-             "multi_modal_uuids": {kind: uuids[kind] for kind in data}}
+        uuids["image"] = [clip.key for clip in media.stills]
+    found = {"multi_modal_data": data, "multi_modal_uuids": uuids, "mm_processor_kwargs": settings}
     return {"prompt": text} | (found if data else {})
 
 def stamps(clip, temporal_patch_size=2):
@@ -815,15 +813,14 @@ def cut(item, spec):
     start, end, tick = item["start"], item["end"], Fraction(1, 90000)
     def copy(temp):
         with (av.open(item["path"], metadata_errors="ignore") as source,
-              av.open(str(temp), "w", format="mp4") as target):
-            stream, first = source.streams.video[0], None
+              av.open(str(temp), "w", format="mp4", options={"avoid_negative_ts": "make_zero"}) as target):
+            stream = source.streams.video[0]
             written, zero = target.add_stream_from_template(stream), stream.start_time or 0
             source.seek(zero + int(start / stream.time_base), stream=stream)
             for packet in source.demux(stream):
                 if packet.dts is None or (packet.dts - zero) * stream.time_base > end:
                     break
-                first = packet.dts if first is None else first
-                packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, written
+                packet.stream = written
                 target.mux(packet)
 
     def encode(temp, read, times, width, height, fps, **_):
