@@ -241,8 +241,11 @@ def test_several_answers_give_mean_pass_at_k_and_majority():
         )
         for i, s in enumerate(samples)
     ]
-    result = evaluate.summarize(rows, evaluate.load_benchmarks()["benchmarks"]["lvbench"])
+    bench = evaluate.load_benchmarks()["benchmarks"]["lvbench"] | {"by": ["problem_type"]}
+    result = evaluate.summarize(rows, bench)
     assert result["score"] == pytest.approx(3 / 8) and result["output_tokens"] == 16
+    part = result["by"]["problem_type"]["multiple choice"]  # of eight answers to two records
+    assert (part["n"], part["n_expected"], part["score"]) == (8, 2, pytest.approx(3 / 8))
     assert result["metrics"]["pass@1"]["score"] == pytest.approx(3 / 8)
     every = [np.mean([max(x[0] for x in pick) for pick in itertools.combinations(s, 2)]) for s in samples]
     assert result["metrics"]["pass@2"]["score"] == pytest.approx(
@@ -800,6 +803,76 @@ def test_processes_share_the_clips_and_answers_are_drawn_several_times(data, tmp
     assert done.returncode == 0, done.stderr[-3000:]
     texts = lambda rows: [[s["response"] for s in r.get("samples", [])] for r in rows]
     assert texts(read(tmp_path / "alone/samples.jsonl")) == texts(shared)
+
+
+class QuickEngine:
+    """In place of rollout.Engine: the same answer to every prompt, at once.  seen: files in the cache when it
+    started."""
+
+    max_num_seqs, lockstep, busy, cache, seen = 8, False, 0.0, None, None
+
+    def __init__(self, *args, **options):
+        self.groups, QuickEngine.seen = [], cached(self.cache)
+
+    @property
+    def pending(self):
+        return len(self.groups)
+
+    def submit(self, group, n, **sampling):
+        group.responses = [rollout.Response([1], [0.0], "<answer>A</answer>", "stop") for _ in range(n)]
+        self.groups.append(group)
+
+    def step(self):
+        done, self.groups = self.groups, []
+        return done
+
+    def close(self):
+        pass
+
+
+def cached(folder):
+    return sorted(folder.glob("*/*.safetensors"))
+
+
+def test_each_mode_fills_the_cache_or_answers_from_it_alone_or_does_both(data, tmp_path, monkeypatch):
+    rows = [r for r in read(data / "data.jsonl") if r.get("videos") and Path(r["videos"][0]).parent != data][:6]
+    (tmp_path / "six.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    n_clips, cache = len({r["videos"][0] for r in rows}), tmp_path / "cache"
+    monkeypatch.chdir(tmp_path)
+
+    def run(out, engine, *words, cache=cache):
+        """(samples.jsonl or None, reasons of failures, files in the cache when the engine started, and now)"""
+        QuickEngine.cache, QuickEngine.seen = cache, None
+        monkeypatch.setattr(rollout, "Engine", engine)
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--model", str(data / "model"), "--data", "six.jsonl",
+                                          "--out", out, "--decode-workers", "2", *words])
+        with pytest.raises(SystemExit) as ended:
+            evaluate.main()
+        assert not ended.value.code
+        answers = read(tmp_path / out / "samples.jsonl") if (tmp_path / out).exists() else None
+        reasons = [r["reason"] for r in answers or [] if r["status"] == "failed"]
+        return answers and len(answers), reasons, QuickEngine.seen, cached(cache)
+
+    words = ["--cache-dir", str(cache), "--mode"]
+    # cache: it is filled; no engine, no folder of results
+    *done, full = run("a", None, *words, "cache")
+    assert done == [None, [], None] and len(full) == n_clips
+    # eval: all is answered from it
+    assert run("b", QuickEngine, *words, "eval") == (6, [], full, full)
+    # what it lacks costs its records, and is not decoded
+    lost = full[0]
+    lost.unlink()
+    n, reasons, seen, now = run("c", QuickEngine, *words, "eval")
+    assert n == 6 and 0 < len(reasons) < 6 and all(str(cache) in reason for reason in reasons)
+    assert seen == now == full[1:]
+    # both: what it lacks is decoded before the engine starts, then all is answered
+    assert run("d", QuickEngine, *words, "both") == (6, [], full, full)
+    # auto: what it lacks is decoded while questions are answered
+    shutil.rmtree(cache)
+    n, reasons, seen, now = run("e", QuickEngine, *words, "auto")
+    assert (n, reasons, now) == (6, [], full) and len(seen) < n_clips
+    # without a folder nothing is kept
+    assert run("f", QuickEngine, cache=tmp_path / "frame_cache") == (6, [], [], [])
 
 
 def refused(monkeypatch, capsys, *args):
