@@ -6,9 +6,8 @@
     python video_io.py cache  data.jsonl --cache-dir D  # decodes everything once, in parallel, resumable
     python video_io.py clip   data.jsonl OUT            # cuts the segments that the records name
 
-configs/record.yaml says what a record holds. Indices and sizes are those of qwen-vl-utils 0.0.14 with the
-right patch size; where it is wrong (frame lists, variable rates, edit lists, one frame, extreme ratios) the
-file's presentation times count, and no side is without a token.
+A record: configs/record.yaml. Indices and sizes: qwen-vl-utils 0.0.14 with the right patch size; where it is
+wrong (frame lists, variable rates, edit lists, one frame, extreme ratios) presentation times count.
 """
 import argparse, bisect, contextlib, ctypes, difflib, hashlib, importlib.util, itertools, json, math, os, re
 import shutil, signal, subprocess, sys, tempfile, threading, time, uuid
@@ -862,8 +861,8 @@ def finish(answers, summary):
     return int(bool(problems))
 
 def probe_files(args, loader):
-    kinds = ["image" if file.lower().endswith(IMAGE_SUFFIXES) else "video" for file in args.data]
-    items = [{"kind": kind, "path": file} for kind, file in zip(kinds, args.data)]
+    items = [{"kind": "image" if file.lower().endswith(IMAGE_SUFFIXES) else "video", "path": file}
+             for file in args.data]
     answers = loader.ask_all("probe", items, "opening").values()
     for found in [answer for answer in answers if isinstance(answer, dict)]:
         (indices, (height, width), _), times = plan(found, loader.spec), np.array(found["times"])
@@ -913,9 +912,8 @@ def fill_cache(args, loader):
     items = [item for record in load_records(args.data, args.data_root) for item in media_items(record)]
     answers = loader.ask_all("load", items, "caching").values()
     sizes = [answer["bytes"] for answer in answers if isinstance(answer, dict)]
-    good = f"{len(sizes)} in {args.cache_dir} ({sum(sizes) / 1e9:.2f} GB)"
-    return finish(answers, f"{len(answers)} files = {good} + {len(answers) - len(sizes)} failed, all in "
-                           f"{args.bad_file}")
+    good, bad = f"{len(sizes)} in {args.cache_dir} ({sum(sizes) / 1e9:.2f} GB)", len(answers) - len(sizes)
+    return finish(answers, f"{len(answers)} files = {good} + {bad} failed, all in {args.bad_file}")
 
 def cut_data(args, loader):
     root, items, faults = os.path.abspath(args.data_root or Path(args.data).parent), [], []
