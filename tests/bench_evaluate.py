@@ -36,10 +36,8 @@ def main():
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     config, prompts = AutoConfig.from_pretrained(args.model), video_io.load_prompts()
-    spec, settings = (
-        video_io.media_spec(config, **MEDIA),
-        dict(temperature=0.0, top_p=1.0, top_k=-1, seed=0, n=1, max_tokens=24),
-    )
+    spec = video_io.media_spec(config, **MEDIA)
+    settings = dict(temperature=0.0, top_p=1.0, top_k=-1, seed=0, n=1, max_tokens=24, queue_bytes=8e9)
     records = [r for r in video_io.load_records(args.data) if r["videos"]][: args.clips]
     for record in records:
         record.update(data="toy", content=record["key"])
@@ -65,19 +63,10 @@ def main():
                 answers["sequential", record["key"]] = group.responses[0].text
 
         def ours():
-            task = SimpleNamespace(name="toy", spec=spec)
             loader = use(video_io.MediaLoader(spec, args.workers))
             with tempfile.NamedTemporaryFile("w+b") as file:
-                evaluate.answer_all(
-                    [(task, record) for record in records],
-                    engine,
-                    {"toy": prompter},
-                    {spec: loader},
-                    scorer,
-                    settings,
-                    8e9,
-                    {"toy": file},
-                )
+                task = SimpleNamespace(loader=loader, prompter=prompter, file=file)
+                evaluate.answer_all(records, {"toy": task}, engine, scorer, **settings)
                 rows = map(evaluate.json.loads, Path(file.name).read_text().splitlines())
                 answers.update({("evaluate.py", row["key"]): row["response"] for row in rows})
 
