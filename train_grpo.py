@@ -3,12 +3,9 @@
     python tests/toy.py && accelerate launch --quiet train_grpo.py configs/toy.yaml   # 2 CPU cores
     accelerate launch --quiet --num_processes 8 train_grpo.py configs/video_rl.yaml steps=100   # FSDP2 shards
 
-Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run folder:
-    config.json provenance.json scripts/   what ran
-    metrics.jsonl                          one line a step
-    rollouts/step_000010.jsonl             answers and scores of chosen steps
-    validation/step_000010.jsonl           every validation answer
-    checkpoints/step_000100/ + latest      sharded weights and optimizer; the same command goes on from there
+Reads a Hugging Face model folder and JSON/JSONL/parquet records; writes a run folder: config.json,
+provenance.json, scripts/ (what ran), metrics.jsonl (a line a step), rollouts/ (answers and scores of chosen
+steps), validation/ (every answer), checkpoints/ (step_000100 ... and latest: the same command goes on there).
 
 How it learns (fields of configs/fields.yaml choose, configs/algorithms.yaml has the published combinations):
 1. Advantages per group or over the batch of all processes; std with ddof 1, eps 1e-6 (arXiv 2402.03300).
@@ -24,27 +21,24 @@ Shapes: P prompt tokens, R response tokens of a pack, T packed tokens, n respons
 
 import argparse, contextlib, copy, dataclasses, datetime, difflib, functools, hashlib, itertools, json, math
 import importlib.metadata, os, shutil, signal, subprocess, sys, time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jsonschema
+import jsonschema, torch, yaml
 import numpy as np
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-import yaml
 from accelerate import Accelerator, init_empty_weights
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForImageTextToText
 from transformers.utils import is_flash_attn_2_available
 
-import rewards
-import rollout
-import video_io
+import rewards, rollout, video_io
 from video_io import DataError
 
 # ---------------------------------------------------------------------------------------- config
@@ -61,8 +55,8 @@ def load_config(path, overrides=()):
         values = yaml.safe_load(Path(path).read_text()) or {}
         values.update((key, yaml.safe_load(value)) for key, _, value in (w.partition("=") for w in overrides))
     except (OSError, yaml.YAMLError, AttributeError, ValueError) as e:
-        raise DataError(f"{path}: not a file of `key: value` lines in YAML like configs/toy.yaml: "
-                        f"{' '.join(str(e).split())}")
+        reason = " ".join(str(e).split())
+        raise DataError(f"{path}: not a file of `key: value` lines like configs/toy.yaml: {reason}")
     if algo := values.get("algo"):
         algorithms = video_io.read_yaml(video_io.CONFIGS / "algorithms.yaml")
         if algo not in algorithms:
@@ -91,71 +85,60 @@ def check_fields(values, path):
             with contextlib.suppress(ValueError):
                 value = float(value)
         check = jsonschema.Draft202012Validator(schema | {"type": JSON_TYPES[kind]})
-        faults = [error.message for error in check.iter_errors(value)]
-        if kind is float and not faults and not math.isfinite(value):
-            faults = ["not a finite number"]
-        if faults:
-            raise DataError(f"{path}: {key} is {value!r}: {faults[0]} {schema.get('hint', '')}".rstrip())
+        fault = next((error.message for error in check.iter_errors(value)), None)
+        if fault or kind is float and not math.isfinite(value):
+            fault = fault or "not a finite number"
+            raise DataError(f"{path}: {key} is {value!r}: {fault} {schema.get('hint', '')}".rstrip())
         checked[key] = kind(value)
     return checked
 
 def check_config(cfg, path):
     """Checks across fields that need no file; each message names the values and the fix."""
-    whole = cfg.max_prompt_length + cfg.max_response_length
-    for bad, message in (
-            (cfg.max_tokens_per_pack < whole,
-             f"max_tokens_per_pack is {cfg.max_tokens_per_pack}, below {whole}, a prompt with a response"),
-            (cfg.prompts_per_step < cfg.updates_per_rollout,
-             f"prompts_per_step is {cfg.prompts_per_step}, fewer than updates_per_rollout"),
-            (cfg.temperature < 0.01, f"temperature is {cfg.temperature}; training needs 0.01 or more"),
-            (cfg.max_refills and cfg.advantage == "reinforce_pp",
-             f"max_refills is {cfg.max_refills}, but reinforce_pp learns from groups without spread too"),
-            (cfg.kl == "reward" and cfg.kl_kind == "full", "kl_kind is full, which is for kl=loss alone"),
-            (cfg.advantage == "gdpo" and cfg.kl == "reward", "advantage is gdpo, which takes no kl=reward"),
-            (cfg.overlong_buffer >= cfg.max_response_length,
-             f"overlong_buffer is {cfg.overlong_buffer}, not below max_response_length")):
+    limit, paid = cfg.max_response_length, cfg.kl == "reward"
+    whole = cfg.max_prompt_length + limit
+    for name, bad, why in (
+            ("max_tokens_per_pack", cfg.max_tokens_per_pack < whole, f"below {whole}, prompt and response"),
+            ("prompts_per_step", cfg.prompts_per_step < cfg.updates_per_rollout, "below updates_per_rollout"),
+            ("temperature", cfg.temperature < 0.01, "but training needs 0.01 or more"),
+            ("max_refills", cfg.max_refills and cfg.advantage == "reinforce_pp",
+             "but reinforce_pp learns from groups without spread too"),
+            ("kl_kind", cfg.kl_kind == "full" and paid, "which takes no kl=reward"),
+            ("advantage", cfg.advantage == "gdpo" and paid, "which takes no kl=reward"),
+            ("overlong_buffer", cfg.overlong_buffer >= limit, "not below max_response_length")):
         if bad:
-            raise DataError(f"{path}: {message}")
+            raise DataError(f"{path}: {name} is {getattr(cfg, name)}, {why}")
     if cfg.importance != "off" and (cfg.top_p < 1 or cfg.top_k > 0 or cfg.min_p > 0):
         print(f"{path}: importance is off: with top_p, top_k or min_p the engine's log-probabilities are of "
               "a truncated distribution, and the ratio would be biased", file=sys.stderr)
         cfg.importance = "off"
 
-# ---------------------------------------------------------------------------------------- data
+# ---------------------------------------------------------------------------------------- advantages and loss
 
 def record_at(position, records, seed):
     """The record at a place of the endless training order: a permutation per epoch, fixed by the seed."""
     epoch, offset = divmod(position, len(records))
     return records[np.random.default_rng([seed, epoch]).permutation(len(records))[offset]]
 
-# ---------------------------------------------------------------------------------------- advantages and loss
-
 EQUAL = 5e-7  # rewards that differ by less are the same: float32 sums of weights are off by that much
 
 def group_advantages(rewards, kind, greedy=0.0):
     """Advantages of one group.  rewards: (n,), greedy: reward of the greedy answer (remax); returns (n,).
-
-    grpo: (r - mean) / (std + 1e-6), std with ddof 1 (arXiv 2402.03300; ddof and eps as in EasyR1 and verl).
-    dr_grpo: r - mean (2503.20783: the std favours groups that are nearly all right or all wrong).
-    rloo: r - mean of the others (2402.14740).  remax: r - greedy (2310.10505).  grpo_passk: the best answer
-    alone gets (best - second) / (std + 1e-6) (2503.19595).  reinforce_pp: r, reinforce_pp_baseline: r - mean;
-    both whitened over the batch afterwards (2501.03262).  gdpo: grpo of each part of the reward (2601.05242).
-    """
+    Numbers are arXiv's.  Those of reinforce_pp (2501.03262) are whitened over the batch afterwards."""
     n, centred = len(rewards), rewards - rewards.mean()
-    if kind == "remax":
+    if kind == "remax":  # 2310.10505
         return rewards - greedy
     if kind == "reinforce_pp":
         return rewards
     if rewards.max() - rewards.min() < EQUAL:  # rounding would be divided by eps
         return torch.zeros_like(rewards)
-    if kind in ("dr_grpo", "reinforce_pp_baseline"):
+    if kind in ("dr_grpo", "reinforce_pp_baseline"):  # 2503.20783: a std favours easy and hard prompts
         return centred
-    if kind == "rloo":
+    if kind == "rloo":  # 2402.14740: r - mean of the others
         return centred * n / (n - 1)
-    if kind == "grpo_passk":
+    if kind == "grpo_passk":  # 2503.19595: the best answer alone, by what it adds to the second
         (best, second), at = rewards.topk(2).values, rewards.argmax()
         centred = torch.zeros_like(rewards).index_fill(0, at, 1.0) * (best - second)
-    return centred / (rewards.std(unbiased=True) + 1e-6)
+    return centred / (rewards.std(unbiased=True) + 1e-6)  # 2402.03300; ddof 1 and eps as in EasyR1 and verl
 
 def whiten(advantages, lengths, everyone=lambda x: [x]):
     """(a - mean) / sqrt(var + 1e-8), var with ddof 1, as in verl; over the responses of all processes,
@@ -177,7 +160,7 @@ def set_advantages(cfg, groups, kl_coef=0.0, everyone=lambda x: [x]):
             kl = [kl_coef * kl_penalty(old, ref, cfg.kl_kind).double()
                   for old, ref in zip(group.old_logprobs, group.ref_logprobs)]
             overall = overall - torch.stack([k.sum() for k in kl])
-        if cfg.advantage == "gdpo":
+        if cfg.advantage == "gdpo":  # arXiv 2601.05242: grpo of each part of the reward
             parts = {"accuracy": 1 - cfg.format_weight, "format": cfg.format_weight, "overlong": 1.0}
             group.advantages = sum(weight * group_advantages(scores(key), "grpo")
                                    for key, weight in parts.items() if key in group.scores[0])
@@ -187,47 +170,37 @@ def set_advantages(cfg, groups, kl_coef=0.0, everyone=lambda x: [x]):
         if cfg.advantage == "reinforce_pp" and cfg.kl == "reward":  # what earlier tokens paid is past
             group.advantages = [a + k.cumsum(0) - k for a, k in zip(group.advantages, kl)]
     if cfg.advantage in ("reinforce_pp", "reinforce_pp_baseline", "gdpo"):
-        responses = [(g, i) for g in groups for i in range(len(g.responses))]
-        lengths = [1 if cfg.advantage == "gdpo" else len(g.responses[i].ids) for g, i in responses]
-        flat = iter(whiten([g.advantages[i] for g, i in responses], lengths, everyone))
+        lengths = [1 if cfg.advantage == "gdpo" else len(r.ids) for g in groups for r in g.responses]
+        flat = iter(whiten([a for g in groups for a in g.advantages], lengths, everyone))
         for group in groups:
             group.advantages = [next(flat) for _ in group.responses]
 
 def token_weights(lengths, kind, total_tokens, total_sequences, max_length):
-    """What each response token's loss is multiplied by, so that the sum over packs and processes is the mean.
-
-    lengths: tokens of each response of a pack; totals: of the whole optimizer batch.  Returns (R,) float32.
-    token: 1 / all tokens (DAPO).  sequence: mean over sequences of their token means (GRPO).  constant:
-    1 / (sequences * max_length) (Dr. GRPO).
-    """
-    shares = ({"token": 1 / total_tokens, "sequence": 1 / (total_sequences * length),
-               "constant": 1 / (total_sequences * max_length)}[kind] for length in lengths)
+    """(R,) What each response token's loss is multiplied by, so that the sum over packs and processes is the
+    mean.  lengths: tokens of each response of a pack; totals: of the whole optimizer batch."""
+    shares = ({"token": 1 / total_tokens,  # DAPO
+               "sequence": 1 / (total_sequences * length),  # GRPO: mean over sequences of their token means
+               "constant": 1 / (total_sequences * max_length)}[kind] for length in lengths)  # Dr. GRPO
     return torch.cat([torch.full((length,), share) for length, share in zip(lengths, shares)])
 
 def policy_loss(logprobs, old_logprobs, advantages, lengths, kind="ppo", clip_low=0.2, clip_high=0.28,
                 dual_clip=0.0, cispo_cap=5.0):
-    """Loss per token (R,) and a mask of tokens whose gradient a clip removed.  lengths: of the responses.
-
-    ppo: -min(rA, clip(r)A) (arXiv 1707.06347; two ranges: DAPO, 2503.14476); dual_clip c: at most -cA where
-    A < 0 (1912.09729).  gspo: r is the geometric mean of the sequence's ratios (2507.18071); gspo_token: its
-    value with each token's gradient.  cispo: -A logp sg(min(r, cap)) (2506.13585).  sapo: -A 4/tau
-    sigmoid(tau (r - 1)), tau 1 for A > 0, else 1.05 (2511.20347).
-    """
+    """Loss per token (R,) and a mask of tokens whose gradient a clip removed.  lengths: of the responses."""
     delta = (logprobs - old_logprobs).clamp(-20, 20)
-    if kind in ("gspo", "gspo_token"):
+    if kind in ("gspo", "gspo_token"):  # arXiv 2507.18071: the geometric mean of the sequence's ratios
         mean = torch.cat([part.mean().expand(len(part)) for part in delta.split(lengths)])
         delta = mean if kind == "gspo" else mean.detach() + logprobs - logprobs.detach()
     ratio = delta.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if kind == "cispo":
+    if kind == "cispo":  # 2506.13585
         bounded = (ratio.clamp(max=cispo_cap) if cispo_cap else clipped).detach()
         return -advantages * logprobs * bounded, bounded != ratio
-    if kind == "sapo":
+    if kind == "sapo":  # 2511.20347
         tau = torch.where(advantages > 0, 1.0, 1.05)
         return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1)), ratio != ratio
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)  # 1707.06347; two ranges: 2503.14476
     mask = clipped * advantages < ratio * advantages
-    if dual_clip:
+    if dual_clip:  # 1912.09729
         bound = -dual_clip * advantages
         mask |= (advantages < 0) & (loss > bound)
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
@@ -295,8 +268,7 @@ def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, k
     k, v = (x.index_select(0, kv_index) for x in (k, v))
     return varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, True, scaling)[None], None
 
-def vision_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0, cu_seq_lens_q=None,
-                     max_length_q=None, **unused):
+def vision_attention(module, q, k, v, *, scaling, cu_seq_lens_q, max_length_q, **unused):
     """Attention inside each frame, all frames in one call.  q, k, v: (1, H, T, D)."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     cu, longest = cu_seq_lens_q.to(torch.int32), int(max_length_q)
@@ -337,33 +309,30 @@ def keep_features(visual):
     """A frozen tower runs once per pack and step: later passes over the same pack reuse its output."""
     forward, visual.kept, visual.pack_key = visual.forward, {}, None
 
+    @torch.no_grad()
     def once(*args, **kwargs):
-        if visual.pack_key is None:
-            return forward(*args, **kwargs)
-        key = *visual.pack_key[:2], next(visual.pack_key[2])  # a pack's images and its clips have a call each
-        if key not in visual.kept:
-            with torch.no_grad():
-                visual.kept[key] = forward(*args, **kwargs)
+        key = visual.pack_key and (*visual.pack_key[:2], next(visual.pack_key[2]))  # images, then clips
+        if key is None or key not in visual.kept:
+            visual.kept[key] = forward(*args, **kwargs)
         return type(visual.kept[key])(**visual.kept[key])  # callers change the object they get
-
     visual.forward = once
 
 def shard(model, cfg, device, world):
-    """FSDP2 over all processes: each vision block and decoder layer, then the root.  On GPU also for a single
-    process, since FSDP is what keeps float32 master weights and computes in bfloat16.  shard_size below the
-    number of processes: that many share one copy of the weights, and copies average gradients (HSDP)."""
+    """FSDP2: each vision block and decoder layer, then the root; on a GPU also for a single process: it keeps
+    float32 master weights and computes in bfloat16.  With shard_size, so many processes share one copy of the
+    weights, and copies average gradients (HSDP)."""
     if world == 1 and device.type == "cpu":
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
     if not dist.is_initialized():  # one process, started without a launcher
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     size = cfg.shard_size or world
     mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
     mesh = mesh["shard"] if size == world else mesh
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if cfg.cpu_offload and device.type == "cuda" else OffloadPolicy()
+    waits = cfg.cpu_offload and device.type == "cuda" and model.lm_head.weight.requires_grad  # no reference
+    offload = CPUOffloadPolicy() if waits else OffloadPolicy()
     for block in [*model.model.visual.blocks, *model.model.language_model.layers, model]:
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
@@ -378,10 +347,8 @@ def packed_states(model, pack, *unused):
 
 def packed_logprobs(model, pack, temperature, banned):
     """Log-probability and entropy of every response token of a pack; with pack["reference"], its states and
-    lm_head, the KL to it over the vocabulary as well: (R,) float32 tensors.
-
-    Logits exist only for positions that predict response tokens, 1024 rows at a time, anew in backward.
-    """
+    lm_head, the KL to it over the vocabulary as well: (R,) float32 tensors.  Logits exist only for positions
+    that predict response tokens, LOGITS_ROWS at a time, anew in backward."""
     def distribution(logits):  # (rows, V); the engine never samples banned ids
         return (logits.float() / temperature).index_fill(-1, banned, -1e9).log_softmax(-1)
 
@@ -400,12 +367,10 @@ LOGITS_ROWS = 1024  # of (rows, V) logits alive at a time
 
 def one_blank_patch(model):
     """Zero, with all of the vision tower in its graph: the smallest image (2 x 2 patches) times nothing."""
-    vision = model.config.vision_config
-    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    device = model.lm_head.weight.device
-    pixels = torch.zeros(vision.spatial_merge_size**2, channels, device=device, dtype=compute_dtype(device))
-    grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]], device=device)
-    out = model.model.visual(pixels, grid_thw=grid)
+    vision, device = model.config.vision_config, model.lm_head.weight.device
+    side, channels = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size
+    pixels = torch.zeros(side**2, channels * vision.patch_size**2, device=device, dtype=compute_dtype(device))
+    out = model.model.visual(pixels, grid_thw=torch.tensor([[1, side, side]], device=device))
     # FSDP reduces what has gradients: a part left out here would differ in size from those that saw a clip
     return sum(x.sum() for x in [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]) * 0
 
@@ -415,23 +380,19 @@ def make_packs(groups, max_tokens, alone=False):
     """Fill packs of at most max_tokens with whole groups, largest first.  A pack is a list of (group, indices
     of its responses); a group larger than a pack is split by responses, its prompt repeated, never cut.
     alone: one response per pack, for models with recurrent layers, whose state would run into the next."""
-    pieces, max_tokens = [], 0 if alone else max_tokens
+    pieces, packs, max_tokens = [], [], 0 if alone else max_tokens
     for group in groups:
-        piece, used = [], len(group.prompt_ids)
         for i, response in enumerate(group.responses):
-            if piece and used + len(response.ids) > max_tokens:
-                pieces.append((group, piece, used))
-                piece, used = [], len(group.prompt_ids)
-            piece.append(i)
-            used += len(response.ids)
-        pieces.append((group, piece, used))
-    packs = []  # [tokens left, [(group, indices)]]
-    for group, piece, used in sorted(pieces, key=lambda p: -p[2]):
-        fitting = next((p for p in packs if p[0] >= used), None)
-        if fitting is None:
-            packs.append(fitting := [max_tokens, []])
-        fitting[0] -= used
-        fitting[1].append((group, piece))
+            if not i or pieces[-1][0] + len(response.ids) > max_tokens:
+                pieces.append([len(group.prompt_ids), group, []])
+            pieces[-1][0] += len(response.ids)
+            pieces[-1][2].append(i)
+    for used, *piece in sorted(pieces, key=lambda piece: -piece[0]):
+        pack = next((pack for pack in packs if pack[0] >= used), None)
+        if pack is None:
+            packs.append(pack := [max_tokens, []])  # [tokens left, contents]
+        pack[0] -= used
+        pack[1].append(tuple(piece))
     return [contents for _, contents in packs]
 
 def build_pack(contents, vision, device):
@@ -474,7 +435,6 @@ def build_pack(contents, vision, device):
 @dataclass
 class Run:
     """What the parts of a run share: settings, this process's place, and what reads, asks and scores."""
-
     cfg: Config
     rank: int
     world: int
@@ -485,7 +445,7 @@ class Run:
     val_loader: video_io.MediaLoader  # with the frame budget of cfg.val
     banned: torch.Tensor  # ids that are never sampled
     scorer: rewards.Scorer
-    recurrent: bool = False
+    recurrent: bool = False  # each response is forwarded with its own prompt
     ref_head: torch.Tensor = None  # the reference's lm_head (V, hidden), for the KL over the vocabulary
     engine: rollout.Engine = None
     ahead: list = None  # the next prompts, their clips being decoded
@@ -539,8 +499,8 @@ def packed_passes(run, model, groups, part=0):
         yield places, pack, *model(pack, cfg.temperature, run.banned)
 
 def fill_logprobs(run, model, groups, name, part=0):
-    """Log-probabilities of one forward without gradient into group.<name>: one (R,) per response; of a
-    reference for the exact KL its states, (R, hidden)."""
+    """Log-probabilities of a forward without gradient into group.<name>: one (R,) per response; where the KL
+    is exact, the reference's states (R, hidden)."""
     for group in groups:
         setattr(group, name, [None] * len(group.responses))
     with torch.no_grad():
@@ -549,8 +509,8 @@ def fill_logprobs(run, model, groups, name, part=0):
                 getattr(group, name)[j] = part_of
 
 def check_engine(run, model, groups):
-    """The weights that sample are those that train: greedy tokens of a few prompts have the same
-    log-probabilities in engine and trainer, or RuntimeError.  Processes that share an engine skip it."""
+    """RuntimeError unless greedy tokens of a few prompts have the same log-probabilities in engine and
+    trainer: the weights that sample are those that train.  Processes that share an engine skip it."""
     if run.cfg.tensor_parallel > 1:
         return
     probes = [dataclasses.replace(g, responses=[], advantages=None, old_logprobs=None) for g in groups[:4]]
@@ -565,12 +525,11 @@ def check_engine(run, model, groups):
 def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
     """One optimizer step on this process's share of an optimizer batch; returns metrics of all processes.
     What is not finite stops the run before the step."""
-    cfg = run.cfg
-    counted = lambda response: not (cfg.mask_truncated and response.finish_reason == "length")
+    cfg, sums, worst_gap = run.cfg, Counter(), 0.0
+    counted = lambda response: not cfg.mask_truncated or response.finish_reason != "length"
     sizes = gather([len(r.ids) for g in groups for r in g.responses if counted(r)])
     total_tokens, total_sequences = max(1, sum(map(sum, sizes))), max(1, sum(map(len, sizes)))
-    sums, worst_gap = defaultdict(float), 0.0
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     for places, pack, logprobs, entropy, *exact in packed_passes(run, model, groups, part):
         if not places:
             (logprobs.sum() * 0).backward()
@@ -580,11 +539,9 @@ def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
         def per_token(value):  # value(group, j): a number for each response, or one for each of its tokens
             return torch.cat([torch.as_tensor(value(*place), dtype=torch.float32).expand(length)
                               for place, length in zip(places, lengths)]).to(run.device)
-
         advantages = per_token(lambda g, j: g.advantages[j])
-        old = logprobs.detach()
-        if places[0][0].old_logprobs is not None:
-            old = per_token(lambda g, j: g.old_logprobs[j])
+        old = logprobs.detach() if places[0][0].old_logprobs is None else per_token(
+            lambda g, j: g.old_logprobs[j])
         loss, clipped = policy_loss(logprobs, old, advantages, lengths, cfg.loss, cfg.clip_low, cfg.clip_high,
                                     cfg.dual_clip, cfg.cispo_cap)
         given = per_token(lambda g, j: g.responses[j].finish_reason == "offline").bool()
@@ -610,12 +567,11 @@ def update(run, model, optimizer, groups, part=0, kl_coef=0.0):
             raise FloatingPointError(f"loss is {loss.item()} on {where}")
         (loss * run.world).backward()  # FSDP averages gradients over processes; the weights are global
         worst_gap = max(worst_gap, terms["logprob_gap"].max().item())
-        for key, value in dict(terms, loss=loss).items():
-            sums[key] += value.sum().item()
-        sums["trained_tokens"] += len(logprobs)
-        sums["packed_tokens"] += pack["input_ids"].shape[1]
-    gathered = gather((dict(sums), worst_gap))
-    sums = {key: sum(s.get(key, 0.0) for s, _ in gathered) for key in set().union(*(s for s, _ in gathered))}
+        sums.update({key: value.sum().item() for key, value in dict(terms, loss=loss).items()},
+                    trained_tokens=len(logprobs), packed_tokens=pack["input_ids"].shape[1])
+    gathered, sums = gather((sums, worst_gap)), Counter()
+    for theirs, _ in gathered:
+        sums.update(theirs)
     if not sums:
         return {}  # no group of any process had spread: nothing to learn from
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
@@ -646,7 +602,6 @@ def my_share(run, items):
     def cost(record):
         P, R = record["tokens"], cfg.max_response_length / 2
         return P + cfg.n * R + (P * P / 2 + cfg.n * R * (P + R / 2)) / (6 * hidden)
-
     for position, record in sorted(items, key=lambda item: (-cost(item[1]), item[0])):
         place = loads.index(min(loads))
         loads[place] += cost(record)
@@ -708,11 +663,9 @@ def offline_response(cfg, record, tokenizer):
     return [rollout.Response(ids, [0.0] * len(ids), record["offline_output"], "offline")] if fits else []
 
 def next_batch(run, train, state, last):
-    """Groups of one optimizer batch of this process, all groups asked for it, and those that failed.
-
-    Dynamic sampling (DAPO) drops groups without spread before any forward and asks further prompts; what is
-    then over waits for the next step, whose importance weights correct for the older policy.
-    """
+    """Groups of one optimizer batch of this process, all groups asked for it, and those that failed.  Dynamic
+    sampling (DAPO) drops groups without spread before any forward and asks further prompts; what is then over
+    waits for the next step, whose importance weights correct for the older policy."""
     cfg, kept, asked, lost = run.cfg, run.surplus, [], []
     for _ in range(1 + cfg.max_refills):
         if sum(gather(len(kept))) >= cfg.prompts_per_step:
@@ -730,9 +683,9 @@ def next_batch(run, train, state, last):
         group.record["stale"] = True  # by then the engine will have moved on
     return [g for g in kept if g.record["position"] in positions], asked, lost
 
-def validate(run, records, step):
-    """Answers to every validation record, greedy unless cfg.val says otherwise; writes
-    validation/step_*.jsonl, returns {name: accuracy}.  A record that could not be asked counts as wrong."""
+def validate(run, records, state):
+    """Answers to every validation record, greedy unless cfg.val says otherwise, go to validation/step_*.jsonl
+    and their accuracies into the state; returns {"val/...": accuracy}.  What could not be asked is wrong."""
     cfg = dataclasses.replace(run.cfg, **{"n": 1, "temperature": 0.0, "advantage": "grpo", "offline": "off",
                                           **run.cfg.val})
     mine = [(dict(record, position=i), None) for i, record in enumerate(records)]
@@ -743,9 +696,13 @@ def validate(run, records, step):
     rows += [dict(rollout.about(g.record), accuracy=0.0, status="failed", reason=g.error) for g in bad]
     rows = sum(gather(rows)[::cfg.tensor_parallel], [])
     assert len(rows) == len(records), f"{len(rows)} of {len(records)} validation records came back"
+    state["validation"][str(state["step"])] = result = accuracies(rows)
+    if state["step"] and result["all"] > state["best"][0]:
+        state["best"] = [result["all"], state["step"]]
     if run.rank == 0:
-        rollout.write_jsonl(Path(cfg.output, "validation", f"step_{step:06d}.jsonl"), rows)
-    return accuracies(rows)
+        rollout.write_jsonl(Path(cfg.output, "validation", f"step_{state['step']:06d}.jsonl"), rows)
+        tqdm.write(f"step {state['step']}: " + "  ".join(f"{name} {x:.3f}" for name, x in result.items()))
+    return {f"val/{name}": value for name, value in result.items()}
 
 def accuracies(rows):
     """{"all" or data_source or problem_type: mean accuracy}"""
@@ -788,18 +745,21 @@ def step_metrics(run, groups, asked, lost, updates, seconds):
 
 def start_run_folder(cfg, run_folder):
     """What ran, to trace a result: config, versions, git hash, the scripts themselves."""
-    rollout.write_text(run_folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
-    here, git = Path(__file__).resolve().parent, None
-    if shutil.which("git"):
-        git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
-                             capture_output=True, text=True).stdout.strip() or None
-    rollout.write_text(run_folder / "provenance.json", json.dumps(dict(
+    here = Path(__file__).resolve().parent
+    git = shutil.which("git") and subprocess.run(
+        ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
+        capture_output=True, text=True).stdout.strip() or None
+    write_json(run_folder / "config.json", vars(cfg))
+    write_json(run_folder / "provenance.json", dict(
         command=sys.argv, python=sys.version.split()[0], git=git, started=time.strftime("%F %T %z"),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        packages={d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}), indent=1))
+        packages={d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}))
     shutil.copytree(here / "configs", run_folder / "scripts/configs", dirs_exist_ok=True)
     for script in here.glob("*.py"):
         shutil.copy(script, run_folder / "scripts")
+
+def write_json(path, value):
+    rollout.write_text(path, json.dumps(value, indent=1))
 
 def training_state(model, optimizer):
     """{"model": {name: weight}, "optim": {name.field: tensor}} of live tensors, shards where sharded.
@@ -815,22 +775,21 @@ def training_state(model, optimizer):
 def save_checkpoint(run, model, optimizer, state):
     """Sharded checkpoint: a temporary folder, renamed when complete; then `latest`; then old ones go."""
     finish_save(run)
-    cfg, folder, name = run.cfg, Path(run.cfg.output, "checkpoints"), f"step_{state['step']:06d}"
-    temporary = folder / f".{name}.tmp"
+    cfg, final = run.cfg, Path(run.cfg.output, "checkpoints", f"step_{state['step']:06d}")
+    temporary = final.with_name(f".{final.name}.tmp")
     surplus = gather([dict(position=g.record["position"], scores=g.scores,
-                           responses=[dataclasses.asdict(r) for r in g.responses]) for g in run.surplus])
+                           responses=list(map(vars, g.responses))) for g in run.surplus])
     if run.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = (".json", ".jinja", ".txt", ".model")  # config, tokenizer, processor, template; no weights
         shutil.copytree(cfg.model, temporary / "hf", ignore=lambda _, names: [
             name for name in names if not name.endswith(kept) or name.endswith(".index.json")])
-        rollout.write_text(temporary / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
-        state = dict(state, surplus=sum(surplus, []))
-        rollout.write_text(temporary / "state.json", json.dumps(state, indent=1))
+        write_json(temporary / "config.json", vars(cfg))
+        write_json(temporary / "state.json", dict(state, surplus=sum(surplus, [])))
     gather(None)  # a barrier: the folder exists
     save = dcp.async_save if cfg.async_save else dcp.save
     future = save(training_state(model, optimizer), checkpoint_id=str(temporary / "dcp"))
-    run.saving = future, temporary, folder / name, state["best"][1]
+    run.saving = future, temporary, final, state["best"][1]
     if not cfg.async_save:
         finish_save(run)
 
@@ -888,18 +847,19 @@ def load_weights(checkpoint, model):
 
 def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
     """All that can be wrong with the input, before a model is loaded.  Returns (run, train, val records)."""
-    for size, name in ((cfg.tensor_parallel, "tensor_parallel"), (cfg.shard_size or 1, "shard_size")):
-        if world % size:
-            raise DataError(f"{name} is {size}, which does not divide the {world} processes")
+    for name in ("tensor_parallel", "shard_size"):
+        if world % (getattr(cfg, name) or 1):
+            raise DataError(f"{name} is {getattr(cfg, name)}, which does not divide the {world} processes")
     try:
         Path(cfg.output).mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise DataError(f"output {cfg.output!r}: cannot be a folder ({e.strerror}); choose another")
+    if missing := set(cfg.trackers) - set(map(str, get_available_trackers())):
+        raise DataError(f"trackers: {', '.join(sorted(missing))} not installed: pip install it or drop it")
     prompts = video_io.load_prompts(cfg.prompts or None)
     scorer = rewards.Scorer(rewards.RewardSettings(
-        1 - cfg.format_weight, cfg.format_weight, reward=cfg.reward or None,
-        on_reward_error=cfg.on_reward_error, allow_code_execution=cfg.allow_code_execution,
-        overlong_buffer=cfg.overlong_buffer,
+        1 - cfg.format_weight, cfg.format_weight, cfg.reward or None, cfg.on_reward_error,
+        allow_code_execution=cfg.allow_code_execution, overlong_buffer=cfg.overlong_buffer,
         overlong_limit=cfg.max_response_length if cfg.overlong_buffer else 0))
     check = functools.partial(rewards.check_record, settings=scorer.settings)
     train, val = ([record for path in files for record in video_io.load_records(
@@ -912,24 +872,23 @@ def prepare(cfg, rank=0, world=1, device=torch.device("cpu")):
         spec = video_io.media_spec(model_config, **{name: getattr(cfg, name) or None for name in (
             "fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels", "image_max_pixels",
             "timestamps")})
-        loader = video_io.MediaLoader(spec, workers=cfg.decode_workers, cache_dir=cfg.cache_dir or None)
+        loader = video_io.MediaLoader(spec, cfg.decode_workers, cache_dir=cfg.cache_dir or None)
         return loader, rollout.Prompter(processor, model_config, prompts, cfg.prompt_form,
                                         cfg.system_prompt or None, cfg.max_prompt_length)
-
     loader, prompter = reader(cfg)
     val_loader, val_prompter = reader(dataclasses.replace(cfg, **cfg.val)) if cfg.val else (loader, prompter)
     train, val = usable(train, loader, prompter, cfg), usable(val, val_loader, val_prompter, cfg)
     banned = video_io.vision_token_ids(model_config)
     for record in (r for r in train if cfg.offline != "off" and r.get("has_offline_trajectory")):
         given = offline_response(cfg, record, processor.tokenizer)
-        if any(set(response.ids) & set(banned) for response in given):
+        if given and set(given[0].ids) & set(banned):
             raise DataError(f"{record['where']}: offline_output holds a vision placeholder: remove it")
         if not given and rank == 0:
             print(f"{record['where']}: offline_output is over max_response_length; not used", file=sys.stderr)
     layers = getattr(model_config.get_text_config(), "layer_types", None) or ()
     if "sliding_attention" in layers:
-        raise DataError(f"model {cfg.model}: its config.json asks for sliding-window attention, which "
-                        "the packed forward does not have; set use_sliding_window to false")
+        raise DataError(f"model {cfg.model}: its config.json asks for sliding-window attention, which is not "
+                        "there in the packed forward; set use_sliding_window to false")
     recurrent = any("attention" not in kind or "linear" in kind for kind in layers)
     if recurrent and rank == 0:
         print("recurrent layers: each response is forwarded with its own prompt", file=sys.stderr)
@@ -968,11 +927,9 @@ def plan(cfg, run, train, val):
     print(f"\nthe first record, {len(group.prompt_ids)} tokens:\n{group.text}")
 
 def memory_estimate(cfg, run, n_params, pack):
-    """Bytes of one process at the peak of an update on packs of so many tokens, a group each, by part.
-
-    A layer keeps 15 hidden + 4 intermediate sizes a token for its backward; a recomputed one its input alone.
-    When all that is gone, AdamW's step needs the size of the weights once more.
-    """
+    """Bytes of one process at the peak of an update on packs of so many tokens, by part.  A layer keeps 15
+    hidden + 4 intermediate sizes a token for its backward, a recomputed one its input alone.  AdamW's step,
+    when these are gone, needs the size of the weights once more."""
     text, width = run.prompter.model_config.get_text_config(), 2 if run.device.type == "cuda" else 4
     hidden, layers, again = text.hidden_size, text.num_hidden_layers, cfg.gradient_checkpointing
     share = n_params / (cfg.shard_size or run.world)
@@ -985,17 +942,20 @@ def memory_estimate(cfg, run, n_params, pack):
     return dict(parts, together=state + max(step, sum(rest)))
 
 def main(cfg):
+    cuda, launched = torch.cuda.is_available(), "LOCAL_RANK" in os.environ
+    # tensors in host memory are gathered as well; else accelerate chooses
+    backend = "cuda:nccl,cpu:gloo" if cuda and launched and (cfg.async_save or cfg.cpu_offload) else "nccl"
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), log_with=cfg.trackers or None, project_dir=cfg.output,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=30))])
+        cpu=not cuda, log_with=cfg.trackers or None, project_dir=cfg.output,
+        kwargs_handlers=[InitProcessGroupKwargs(backend, timeout=datetime.timedelta(minutes=30))])
     started, folder, stop = time.time(), Path(cfg.output), []
     run, train, val = prepare(cfg, accelerator.process_index, accelerator.num_processes, accelerator.device)
     if cfg.dry_run:
         return run.rank == 0 and plan(cfg, run, train, val)
     if run.rank == 0:
         start_run_folder(cfg, folder)
-    accelerator.init_trackers("nanovideor1", dataclasses.asdict(cfg))  # none unless cfg.trackers names some
-
+    accelerator.init_trackers("nanovideor1", {  # none unless cfg.trackers names some
+        name: str(value) if isinstance(value, (list, dict)) else value for name, value in vars(cfg).items()})
     model = shard(load_policy(cfg, run.device), cfg, run.device, run.world)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], cfg.lr,
                                   betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
@@ -1008,12 +968,11 @@ def main(cfg):
         cfg.init_from and load_weights(cfg.init_from, reference)
         run.ref_head = whole(reference.lm_head.weight) if cfg.kl_kind == "full" else None
         reference.to("cpu")
+    longest = cfg.max_prompt_length + max(cfg.max_response_length, cfg.val.get("max_response_length", 0))
     run.engine = rollout.Engine(
-        cfg.model, dtype=compute_dtype(run.device), seed=cfg.seed, banned=run.banned.tolist(),
-        max_model_len=cfg.max_prompt_length + max(
-            cfg.max_response_length, cfg.val.get("max_response_length", 0)),
-        max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory, eager=cfg.eager,
-        tensor_parallel=cfg.tensor_parallel, sleep_level=cfg.sleep_level,
+        cfg.model, dtype=compute_dtype(run.device), max_model_len=longest, banned=run.banned.tolist(),
+        max_num_seqs=cfg.engine_max_seqs, memory_share=cfg.engine_memory, tensor_parallel=cfg.tensor_parallel,
+        sleep_level=cfg.sleep_level, eager=cfg.eager, seed=cfg.seed,
         lockstep=run.device.type == "cpu")  # a resumed run repeats every bit
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     if state["step"] or cfg.init_from:
@@ -1031,8 +990,7 @@ def main(cfg):
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))  # pre-emption: save after this step, exit 0
 
     if val and not state["step"]:
-        state["validation"]["0"] = validate(run, val, 0)
-        accelerator.print(f"before training: {show(state['validation']['0'])}")
+        validate(run, val, state)
     first = state["step"] + 1
     bar = tqdm(range(first, cfg.steps + 1), initial=first - 1, total=cfg.steps, disable=run.rank > 0,
                dynamic_ncols=True)
@@ -1073,13 +1031,9 @@ def main(cfg):
         if run.rank == 0 and due(cfg.log_rollouts_every):
             rollout.write_jsonl(folder / "rollouts" / f"step_{step:06d}.jsonl", rows)
         stopping = any(gather(bool(stop)))
-        save = last or stopping or due(cfg.save_every)
         if val and (last or due(cfg.val_every)):
-            state["validation"][str(step)] = result = validate(run, val, step)
-            metrics.update({f"val/{name}": value for name, value in result.items()})
-            bar.write(f"step {step}: {show(result)}")
-            if result["all"] > state["best"][0]:
-                state["best"], save = [result["all"], step], True
+            metrics |= validate(run, val, state)
+        save = last or stopping or due(cfg.save_every) or state["best"][1] == step
         if run.rank == 0:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
@@ -1108,18 +1062,14 @@ def full_parameters(model, skip=()):
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
-def show(accuracies):
-    return "  ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
-
 def report(cfg, state, seconds):
     """The end of a run: accuracy before and after, where things are, what to do next."""
     print(f"\nfinished {state['step']} steps in {seconds:.0f} s")
-    validation = {int(step): values for step, values in state["validation"].items()}
-    if validation:
-        shown = sorted({min(validation), max(validation)})  # before and after
+    if done := list(state["validation"].items()):
+        shown = dict([done[0], done[-1]])  # before and after
         print(f"{'validation accuracy (greedy)':32s}" + "".join(f"{f'step {step}':>10s}" for step in shown))
-        for name in sorted(validation[shown[-1]]):
-            print(f"  {name:30s}" + "".join(f"{validation[s].get(name, math.nan):10.3f}" for s in shown))
+        for name in sorted(done[-1][1]):
+            print(f"  {name:30s}" + "".join(f"{part.get(name, math.nan):10.3f}" for part in shown.values()))
     print(f"outputs: {cfg.output} (metrics.jsonl, rollouts/, validation/, checkpoints/)\nnext:\n"
           f"  python merge.py {cfg.output} {cfg.output}/merged\n"
           f"  python evaluate.py run --model {cfg.output}/merged --data "

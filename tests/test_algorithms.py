@@ -689,6 +689,14 @@ def test_preset_sets_exactly_its_fields_and_explicit_ones_win(algo, tmp_path):
             assert all(getattr(given, other) == PRESETS[algo][other] for other in others)
 
 
+@pytest.mark.parametrize("field", ["top_p: 0.9", "top_k: 20", "min_p: 0.05"])
+def test_trap_16_a_truncated_distribution_turns_the_importance_correction_off(field, tmp_path, capsys):
+    """The engine's log-probabilities are then of another distribution than the trainer's."""
+    assert load(tmp_path, f"{field}\n").importance == "off"
+    assert "importance is off" in capsys.readouterr().err
+    assert load(tmp_path, "top_k: -1\ntop_p: 1.0\n").importance == "token" and not capsys.readouterr().err
+
+
 def test_presets_hold_the_published_numbers_and_cover_the_named_algorithms(tmp_path):
     assert set("grpo dapo gspo cispo dr_grpo rloo sapo remax reinforce_pp gdpo".split()) <= set(PRESETS)
     published = dict(dapo=("token", 0.2, 0.28), grpo=("sequence", 0.2, 0.2), gspo=("sequence", 3e-4, 4e-4),
