@@ -1,20 +1,18 @@
 """Let a language model judge the open answers that rules cannot settle, and say how far it can be trusted.
 
-    python judge.py results/mine --model Qwen/Qwen3-8B                   # vLLM in this process
-    python judge.py results/mine --base-url http://127.0.0.1:8000/v1     # any OpenAI-compatible server
-    python judge.py answers.jsonl --model M --all --human labels.jsonl   # all open answers; people's labels
+    python judge.py results/mine --model Qwen/Qwen3-8B                       # vLLM in this process
+    python judge.py answers.jsonl --base-url http://127.0.0.1:8000/v1 --all  # a server; all open answers
 
-Reads a folder of evaluate.py (every *.jsonl with answers) or one file, of train_grpo.py or EasyVideoR1 too:
-JSONL, a JSON list or an object with one.  Writes X_judged beside each input X: judged rows gain `judge`
-(correct, incorrect, invalid) and `rule`, what accuracy and status were; result_judged.json (for a file X:
-X_result_judged.json), result.json with a section `judge`; judge_cache.jsonl, verdicts by content.
+Reads a folder of evaluate.py or a file of answers: JSONL, a JSON list or an object with one.  Writes X_judged
+beside X: rows with `judge` (correct, incorrect, invalid) and `rule`, accuracy and status before; result.json
+with a section `judge` as result_judged.json (X_result_judged.json); judge_cache.jsonl, verdicts by content.
 1. Judged are open answers that merely resemble the gold, and right-or-wrong ones that rules could not read.
-2. In the prompt, configs/judge.txt, an answer can neither end its field nor pose as the user.
-3. A reply that is no verdict is asked for again, then counted as invalid and scored 0: nothing is guessed.
-4. Known verdicts (sure rules, self-checks, people's `human`: true or false) are asked for too, for agreement.
+2. A reply that is no verdict is asked for again, then counted as invalid and scored 0: nothing is guessed.
+3. Known verdicts (sure rules, self-checks, people's `human`: true or false) are asked for too, for agreement.
 """
 
 import argparse, email.utils, hashlib, http.client, json, os, random, re, time, urllib.error, urllib.request
+from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -44,7 +42,7 @@ def region(text):
 def look(row):
     """What is judged of an answer's row, or None for another row."""
     responses, golds = ("response", "model_output", "output"), ("answer", "solution")
-    if not isinstance(row, dict) or not row.keys() & set(responses) or not row.keys() & set(golds):
+    if not hasattr(row, "keys") or not row.keys() & set(responses) or not row.keys() & set(golds):
         return None
     first = lambda *names: next((row[name] for name in names if row.get(name) is not None), "")
     gold = first(*golds[::-1] if "<answer>" in str(row.get("solution")) else golds)  # as rewards.py does
@@ -60,7 +58,7 @@ def look(row):
         open=bool(answer) and (opened or closed and status == "invalid"))
 
 def prompt_of(a, answer, template):
-    """The judge's prompt.  Fields stand between lines with a code that none holds: a hash of them all."""
+    """The judge's prompt.  No answer can end its field (a code closes it that none holds) or give orders."""
     fields = dict(QUESTION=a.problem, OPTIONS=a.options, REFERENCE=a.gold, CANDIDATE=answer)
     for name, text in fields.items():  # <|im_end|>, </s>, [INST] ... are control tokens to some tokenizer
         text = text if len(text) <= 3000 else text[:750] + " [...] " + text[-2250:]
@@ -181,7 +179,7 @@ def known(answers, judged, labels, n):
 def kappa(pairs, samples=2000):
     """[Cohen's kappa, its 95 % interval's ends] of [(item, judge, truth)], drawing whole items; or None."""
     cells = {}
-    for item, judge, truth in pairs:
+    for item, judge, truth in (pair for pair in pairs if pair[1] is not None):
         cells.setdefault(item, np.zeros(4))[2 * judge + truth] += 1
     cells = np.array([*cells.values()] or [np.zeros(4)])  # (items, 4)
     draws = np.random.default_rng(0).multinomial(len(cells), np.full(len(cells), 1 / len(cells)), samples)
@@ -195,7 +193,8 @@ def run(args):
     out = path / "result_judged.json" if path.is_dir() else path.with_name(f"{path.stem}_result_judged.json")
     files = [f for f in sorted(path.glob("*.jsonl")) if not re.search("_judged$|^judge_cache$", f.stem)]
     loaded = [found for file in (files if path.is_dir() else [path]) if (found := (file, *load(file)))[2]]
-    answers = [a for _, _, rows in loaded for a in map(look, rows) if a]
+    answers = [look(ChainMap(sample, row)) for _, _, rows in loaded for row in filter(look, rows)
+               for sample in row.get("samples") or [row]]  # changes reach the sample, or the row
     if not answers:
         raise ValueError(f"{path}: no answers here, rows with `response` and `answer`")
     judged = [a for a in answers if a.open and (args.all or not a.sure)]
@@ -210,19 +209,20 @@ def run(args):
         word, new = TEXTS["verdicts"][verdict]
         new = {n: v for n, v in new.items() if n in a.row or n == "accuracy" and "reward" not in a.row}
         a.row |= new | dict(judge=word, rule={name: a.row.get(name) for name in new})
+        if "samples" in a.row:
+            a.row.maps[1]["accuracy"] = float(np.mean([sample["accuracy"] for sample in a.row["samples"]]))
     print(TEXTS["table"][0])
     for kind in ["all", *sorted({a.kind for a in answers})]:
-        group = [a for a in answers if kind in ("all", a.kind)]
-        words = [a.row["judge"] for a in judged if kind in ("all", a.kind)]
-        rule, final = np.mean([(a.score, look(a.row).score) for a in group], 0).tolist()
-        table[kind] = dict(n=len(group), rule=rule, rule_judge=final, judged=len(words),
-                           invalid=words.count("invalid"))
+        part = [a for a in answers if kind in ("all", a.kind)]
+        said = [a.row["judge"] for a in judged if kind in ("all", a.kind)]
+        rule, both = np.mean([(a.score, look(a.row).score) for a in part], 0).tolist()
+        table[kind] = dict(n=len(part), rule=rule, rule_judge=both, judged=len(said),
+                           invalid=said.count("invalid"))
         print(TEXTS["table"][1].format(kind, **table[kind]))
     for source in dict.fromkeys(test[0] for test in tests):
         found = [(item, verdicts[prompt], truth) for name, item, prompt, truth in tests if name == source]
-        valid = [test for test in found if test[1] is not None]
-        trust[source] = dict(n=len(found), right=sum(verdict == truth for _, verdict, truth in valid),
-                             invalid=len(found) - len(valid), kappa=kappa(valid))
+        trust[source] = dict(n=len(found), right=sum(verdict == truth for _, verdict, truth in found),
+                             invalid=sum(verdict is None for _, verdict, _ in found), kappa=kappa(found))
         print(TEXTS["trust"].format(source, **trust[source]))
     result = json.loads((path / "result.json").read_text()) if (path / "result.json").exists() else {}
     result["judge"] = dict(judge=identity, asked=len(verdicts), cached=cached, table=table, trust=trust)

@@ -242,6 +242,21 @@ def test_list_and_dict_files_keep_their_shapes(tmp_path, serve, monkeypatch, cap
         assert summary["table"]["open ended"]["rule_judge"] == 0.5
 
 
+def test_each_of_several_answers_to_a_question_is_judged(tmp_path, serve, monkeypatch, capsys):
+    row = answer("1", "The automobile", accuracy=0.25, gold="a car")
+    row["samples"] = [dict(response=text, accuracy=score, status=status) for text, score, status in [
+        ("The automobile", 0.0, "wrong"), ("a car", 1.0, "ok"), ("a bus", 0.0, "wrong"), ("", 0.0, "invalid")]]
+    file = write_rows(tmp_path / "a.jsonl", [row, answer("2", "a bus")])
+    run(monkeypatch, capsys, file, "--base-url", serve().url, "--checks", 0)
+    first, second = read_rows(tmp_path / "a_judged.jsonl")
+    assert [sample.get("judge") for sample in first["samples"]] == ["correct", None, "incorrect", None]
+    assert [sample["accuracy"] for sample in first["samples"]] == [1, 1, 0, 0] and first["accuracy"] == 0.5
+    assert first["samples"][0]["rule"] == {"accuracy": 0.0, "status": "wrong"} and second["judge"] == "incorrect"
+    table = json.loads((tmp_path / "a_result_judged.json").read_text())["judge"]["table"]["all"]
+    assert (table["n"], table["judged"], table["rule"], table["rule_judge"]) == (5, 3, 0.2, 0.4)
+    assert read_rows(file)[0] == row
+
+
 def test_a_half_written_last_line_is_left_out(folder, serve, monkeypatch, capsys):
     with open(folder / "mine.jsonl", "a") as file:
         file.write(json.dumps(answer("late", "a red car"))[:60])
