@@ -484,13 +484,11 @@ def packed_passes(run, model, groups, part=0):
     learning = [g for g in groups if every or g.advantages is None or any(a.any() for a in g.advantages)]
     packs = make_packs(learning, cfg.max_tokens_per_pack, run.recurrent)
     # the tower runs once for the images of a pack and once for its clips, so these passes must match, too
-    kinds = [{kind for g, _ in contents for kind in ("images", "videos") if getattr(g.media, kind)}
-             for contents in packs]
-    everyone = gather(kinds)
-    for i in range(max(map(len, everyone))):
-        contents, mine = (packs[i], kinds[i]) if i < len(packs) else ([], set())
+    kinds = gather([{kind for g, _ in contents for kind in ("images", "videos") if getattr(g.media, kind)}
+                    for contents in packs])
+    for i, (contents, *seen) in enumerate(itertools.zip_longest(packs, *kinds, fillvalue=())):
         pack = build_pack(contents or [(dummy, [0])], run.vision, run.device)
-        pack["blanks"] = len(set().union(*(theirs[i] for theirs in everyone if i < len(theirs))) - mine)
+        pack["blanks"] = len(set().union(*seen).difference(seen[run.rank]))
         # packs are the same in every pass over a part, unless advantages were computed in between
         model.model.visual.pack_key = (part, i, itertools.count()) if cfg.kl != "reward" else None
         places = [(group, i) for group, indices in contents for i in indices]
