@@ -198,8 +198,7 @@ def read_records(path, data_root=None, prompts=None, check=None, change=dict):
                 check(record)
             records.append(record)
         except ValueError as error:
-            text = str(error).removeprefix(f"{where}: ")
-            problems += [f"{where}: {line}" for line in text.split("\n")]
+            problems += [f"{where}: {text}" for text in str(error).removeprefix(f"{where}: ").split("\n")]
     return records, problems, rows
 
 def load_records(path, data_root=None, prompts=None, check=None):
@@ -419,8 +418,8 @@ def with_reader(item, spec, use):
             reasons.insert(0, str(error).strip().split("\n")[-1][:200])
         finally:
             read = None  # at once: an idle decord reader decodes ahead without bound
-    reasons = dict.fromkeys(reasons or ["install decord or av"])
-    raise MediaError(files[0], "cannot be decoded: " + "; ".join(reasons))
+    reason = "; ".join(dict.fromkeys(reasons)) or "install decord or av"
+    raise MediaError(files[0], f"cannot be decoded: {reason}")
 
 def probe(item, spec=MediaSpec()):
     """What a file is, ready for JSON, from headers and first frame. item: a path or one of media_items()."""
@@ -536,10 +535,9 @@ def evict(cache_dir, limit_bytes):
 
 def load_media(record, spec, cache_dir=None, cache_mode="prefer_cache", load=None):
     """Every clip and image of a record, decoded in this process unless load(item) does it elsewhere."""
-    items = media_items(record, cache_mode)
-    clips = [load(item) if load else load_item(item, spec, cache_dir, cache_mode)[0] for item in items]
-    n_videos = len(items) - len(record["images"])
-    return Media(clips[:n_videos], clips[n_videos:])
+    clips = [load(item) if load else load_item(item, spec, cache_dir, cache_mode)[0]
+             for item in media_items(record, cache_mode)]
+    return Media(clips[:len(record["videos"])], clips[len(record["videos"]):])
 
 # ---------------------------------------------------------------- worker processes
 def serve():
@@ -775,8 +773,8 @@ def fit_budget(max_tokens, found, spec, tokenizer=None):
     """spec with the most pixels per frame that fit for a probed clip; where none do, fewer frames."""
     low, high = ((pixels or n * spec.token) // spec.token
                  for pixels, n in ((spec.min_pixels, 4), (spec.max_pixels, 768)))
-    most = len(plan(found, spec)[0])
-    for frames, tokens in itertools.product(range(most, 1, -2), range(high, low - 1, -1)):
+    counts = range(len(plan(found, spec)[0]), 1, -2)
+    for frames, tokens in itertools.product(counts, range(high, low - 1, -1)):
         tried = replace(spec, nframes=frames, min_frames=min(spec.min_frames, frames), max_frames=frames,
                         min_pixels=low * spec.token, max_pixels=tokens * spec.token)
         if sum(count_tokens(found, tried, tokenizer)) <= max_tokens:
