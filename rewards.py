@@ -8,12 +8,12 @@
 A row is a record with `response` or `responses`, as in training's rollouts/step_*.jsonl. score() returns
     accuracy    0..1; the formula is beside each comparer below
     format      1 = a closed <answer> tag, its content of the type's form; 0.5 = tag, other content; 0 = none
-    overlong    0 down to -1 near the length limit; repetition  0 down to -1; each only when switched on
+    overlong, repetition   0 down to -1 near the length limit and for repeated words; only when switched on
     overall     the sum of these four PARTS by their weights; they stay apart for GDPO to normalise each
     prediction, method     what was read, and the rule that read it
     status      ok (accuracy > 0) | wrong (read, accuracy 0) | invalid (unreadable) | truncated (in <think>)
-Problem types: a reader (text to value) and a comparer (two values to 0..1), paired with their words in
-configs/rewards.yaml. What may hang (math, code, custom rewards) runs in killable workers.
+A problem type is a reader (text, record, box scale -> value, method) and a comparer (value, gold, record,
+settings -> 0..1), paired in configs/rewards.yaml. What may hang runs in workers that can be killed.
 """
 import argparse, ast, bisect, collections, contextlib, dataclasses, difflib, faulthandler, functools
 import itertools, json, logging, math, os, re, resource, runpy, subprocess, sys, tempfile, types, unicodedata
@@ -22,7 +22,11 @@ from pathlib import Path
 
 from rapidfuzz.distance import Indel, Levenshtein
 
+CONFIGS = Path(__file__).with_name("configs")
 PARTS = ("accuracy", "format", "overlong", "repetition")     # each has its <part>_weight in RewardSettings
+OUTER = " .,;:!?\"'()[]<>。、"                               # punctuation around words
+UNREAD = {"accuracy": 0.0, "format": 0.0, "prediction": None}
+FAILED = UNREAD | {"status": "invalid", "failed": True}      # finish() says what failed on which record
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
@@ -51,21 +55,18 @@ def need(condition, reason: str, error=NoAnswer):
     if not condition:
         raise error(reason)
 
-CONFIGS = Path(__file__).with_name("configs")
-
 @functools.cache
 def vocabulary() -> dict:
     import yaml
     return yaml.safe_load((CONFIGS / "rewards.yaml").read_text("utf-8"))
 
-def fill(text) -> str:
-    """A pattern's text: a list is its alternatives, {NAME} stands for another pattern."""
-    text = text if isinstance(text, str) else "(?:" + "|".join(text) + ")"
-    return re.sub(r"\{([A-Z]+)\}", lambda match: fill(vocabulary()["patterns"][match[1]]), text)
-
-@functools.cache
+@functools.lru_cache(20_000)
 def pattern(text: str) -> re.Pattern:
-    return re.compile(fill(text), re.I | re.M)
+    """Compiled. {NAME} stands for another of `patterns`; of a list any item may match."""
+    def part(name):
+        part = vocabulary()["patterns"][name[1]]
+        return pattern(part if isinstance(part, str) else f"(?:{'|'.join(part)})").pattern
+    return re.compile(re.sub(r"\{([A-Z]+)\}", part, text), re.I | re.M)
 
 def rewrite(text: str, *tables: str) -> str:
     for old, new in (rule for table in tables for rule in vocabulary()["rewritings"][table]):
@@ -73,7 +74,6 @@ def rewrite(text: str, *tables: str) -> str:
     return text
 
 # ---------------------------------------------------------------- the answer inside the response
-
 def answer_region(response: str) -> tuple[str, bool, bool]:
     """(answer text, in a closed tag?, cut off inside its thoughts?). The last </think> and <answer> count."""
     text = response.rpartition("</think>")[2]
@@ -108,21 +108,19 @@ def prose(text: str) -> str:
 
 def phrase(text: str) -> str:
     """For comparing words: lower case, single spaces, no outer punctuation, no leading article."""
-    text = " ".join(plain(text).lower().split()).strip(" .,;:!?\"'()[]<>。、")
-    return re.sub(r"^(?:an?|the) (?=.)", "", text)
+    return re.sub(r"^(?:an?|the) (?=.)", "", " ".join(plain(text).lower().split()).strip(OUTER))
+
+def words(text: str) -> list[str]:
+    """Lower-case words without outer punctuation; CJK text by character."""
+    return list(filter(None, (word.strip(OUTER) for word in pattern("{WORDS}").findall(plain(text).lower()))))
 
 # ---------------------------------------------------------------- choices: options, yes or no, preferences
-
-def decide(text: str, letters: dict, free: dict, weak: dict) -> tuple[str, str]:
-    """(label, method): the text's only letter, else by the first of `choice rules` to find a label. free and
-    weak mentions ({label: pattern}) speak for themselves or do not; each becomes a private character."""
-    whole = re.fullmatch(r"[\W_]*([A-Za-z0-9])[\W_]*", text)
-    if whole and whole[1].upper() in letters:
-        return letters[whole[1].upper()], "letter"
-    text, labels = re.sub("[\ue000-\ue0ff\uf000]", " ", text), list(free | weak)
-    for mentions, suffix in ((free, "\uf000"), (weak, "")):
-        for label, mention in mentions.items():
-            text = mention.sub(chr(0xE000 + labels.index(label)) + suffix, text)
+def decide(text: str, mentions: list) -> tuple[str, str]:
+    """(label, method) by the first of `choice rules` to find a label. mentions: [[label, pattern, does it
+    speak for itself?]]; each that is found becomes a private character."""
+    text, labels = re.sub("[\ue000-\ue0ff\uf000]", " ", text), sorted({label for label, *_ in mentions})
+    for label, mention, free in mentions:
+        text = pattern(mention).sub(chr(0xE000 + labels.index(label)) + "\uf000" * free, text)
 
     def spots(rule):                               # {place: label} of each match
         places = [match.start(match.lastindex) for match in pattern(rule).finditer(text)]
@@ -141,42 +139,47 @@ def decide(text: str, letters: dict, free: dict, weak: dict) -> tuple[str, str]:
     raise Hedge("several answers") if found or hedged else NoAnswer("no choice named")
 
 @functools.lru_cache(4096)
-def option_table(options: tuple) -> tuple[dict, dict, dict]:
-    """{letter: phrase}, {letter: pattern of unique text}, {letter: pattern of it}; own letters if unique"""
-    options = [plain(str(option)) for option in options]
+def option_table(options: tuple) -> tuple[dict, list]:
+    """{letter: phrase}, mentions for decide(): texts that differ, and letters; own letters if they do."""
     own = [re.match(r"\(?([A-Z])(?:[.:)、,]|\s-)\s*(.*)", option, re.S) for option in options]
     if not all(own) or len({match[1] for match in own}) < len(own):
         own = [(option, chr(65 + i), option) for i, option in enumerate(options[:26])]
     texts = {match[1]: phrase(match[2]) for match in own}
     count = collections.Counter(text for text in texts.values() if text.isdigit() or text[1:])
-    unique = [a for a in texts if count[texts[a]] == 1]
-    free = {a: re.compile(r"(?i)(?<![\w.])(?:(?:an?|the)\s+)?" + re.escape(texts[a]).replace("\\ ", r"\s+")
-                          + r"(?!\w|[.,]\d)") for a in sorted(unique, key=lambda a: -len(texts[a]))}
-    weak = {a: pattern(fill("{PRONOUN}" if a in "AI" else "{LETTER}").replace("X", a)) for a in texts}
-    return texts, free, weak
+    unique = sorted((a for a in texts if count[texts[a]] == 1), key=lambda a: -len(texts[a]))
+    named = [("{TEXT}", a, re.escape(texts[a]).replace("\\ ", r"\s+"), True) for a in unique]
+    named += [("{WHOLE}", a, a, True) for a in texts]
+    named += [("{PRONOUN}" if a in "AI" else "{LETTER}", a, a, False) for a in texts]
+    return texts, [(a, pattern(name).pattern.replace("X", said), free) for name, a, said, free in named]
 
 def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
-    """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer."""
+    """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer. What
+    names no choice is read again in figures: ten as 10, 1,000 as 1000."""
     need(isinstance(record.get("options") or "", (list, tuple)), "`options`, a list of texts, are missing")
-    (texts, free, weak), said = option_table(tuple(record["options"])), phrase(text)
-    hit = [letter for letter in texts if texts[letter] == said != ""]
-    return (*hit, "option text") if len(hit) == 1 else decide(prose(text), {i: i for i in texts}, free, weak)
+    text, options = prose(text), tuple(plain(str(option)) for option in record["options"])
+    for tables in ((), ("thousands", "digits")):
+        text, options = rewrite(text, *tables), tuple(rewrite(option, *tables) for option in options)
+        (texts, mentions), said = option_table(options), phrase(text)
+        hit = [letter for letter in texts if texts[letter] == said != ""]
+        try:
+            return (*hit, "option text") if len(hit) == 1 else decide(rewrite(text, "asides"), mentions)
+        except NoAnswer as error:
+            if tables or isinstance(error, Hedge):
+                raise
 
 def read_label(text: str, record: dict, *_) -> tuple[str, str]:
     """yes or no; 1, 2 or tie. Binary classification also has `options`, or other labels (whole)."""
     kind, gold = canonical(record["problem_type"]), phrase(gold_text(record))
-    labels = vocabulary()["labels"]["preference" if "preference" in kind else "boolean"]
     if record.get("options") and "preference" not in kind:
         return read_choice(text, record)
     if kind == "binary classification" and not pattern("[yntf]|{YES}|{NO}").fullmatch(gold):
         return short_answer(text, gold), "label"
-    mentions = [{label: pattern(text) for label, text in labels[name].items()} for name in ("free", "weak")]
-    return decide(prose(text), labels["letters"], *mentions)
+    return decide(prose(text), vocabulary()["labels"]["preference" if "preference" in kind else "boolean"])
 
-equal = lambda prediction, gold, *_: float(prediction == gold)
+def equal(prediction, gold, *_) -> float:
+    return float(prediction == gold)
 
 # ---------------------------------------------------------------- numbers, first rewritten as digits
-
 def words_value(match) -> str:
     total, values, scales = 0, vocabulary()["number words"], vocabulary()["scale words"]
     for word in pattern(r"\d+|{WORD}|{HANZI}").findall(match[0].lower()):
@@ -188,29 +191,30 @@ def clock_value(match) -> str:
     hours, minutes, seconds = (float((part or "0").replace(",", ".")) for part in match.groups())
     return str(hours * 3600 + minutes * 60 + seconds)
 
+def power_value(match) -> str:
+    return str(float(match[1]) ** int(match[2]))
+
 def quantity(match) -> float:
     sign, whole, top, low, _ = match.groups()
     return (-1 if sign else 1) * (float(whole or 0) + float(top) / (float(low or 1) or math.nan))
 
 def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
-    """((value, has a percent sign), method): the number after the last "answer", else after the last "so" or
-    "total", else the first of the last sentence that has one. Ranges, alternatives, sums are hedges."""
+    """((value, has a percent sign), method): the first number behind the last of `number cues`."""
     text = rewrite(prose(text), "thousands", "digits")
     if pattern("{NONE}").fullmatch(text):
         return (0.0, False), "none is zero"
     bare = pattern("{ASIDE}").sub(lambda match: " " * len(match[0]), text)       # without "(10.5 ft)"
     found = list(pattern("{QUANTITY}").finditer(bare)) or list(pattern("{QUANTITY}").finditer(text))
     need(found, "no number")
-    for method, cue in vocabulary()["number cues"].items():
-        ends = [match.end() for match in pattern(cue).finditer(text) if match.end() <= found[-1].end()]
-        if ends:
-            found = [match for match in found if match.end() >= ends[-1]]
-            break
-    first, end = found[0], found[0].end()
+    ends = {method: match.end() for method, cue in vocabulary()["number cues"].items()
+            for match in pattern(cue).finditer(text) if match.end() <= found[-1].end()}
+    method, start = next(iter(ends.items()), ("last sentence", 0))
+    first, *others = (match for match in found if match.end() >= start)
+    end = first.end()
     need(math.isfinite(quantity(first)) and not re.match(r"[.,]\d|\^", text[end:end + 2]), "malformed number")
     bound = pattern("{BOUND}").search(text[max(0, first.start() - 20):first.start()])
     need(not bound and not pattern("{OPENEND}").match(text, end), "one end of a range", Hedge)
-    for other in found[1:]:
+    for other in others:
         if pattern("{ALSO}").fullmatch(text, end, other.start()):
             need(quantity(other) == quantity(first), "several numbers", Hedge)
             end = other.end()
@@ -227,15 +231,13 @@ def relative_accuracy(prediction, gold, *_) -> float:
     (p, p_percent), (g, g_percent) = prediction, gold
     off = min(abs(p - g), abs(p / 100 - g) if p_percent > g_percent else math.inf)
     error = off / abs(g) if g else math.inf if off else 0.0
-    return sum(error <= 1 - t for t in [*(0.5 + i * ((0.95 - 0.5) / 9) for i in range(9)), 0.95]) / 10
+    return sum(error <= 1 - t for t in vocabulary()["mra thresholds"]) / 10
 
 # ---------------------------------------------------------------- times, boxes and points: one JSON reader
-
 def json_value(text: str):
-    """The last JSON object or list in the text, None where there is none; single quotes are forgiven."""
+    """The last JSON object or list in the text, None where there is none. Python's are read too."""
     need(text.count("[") == text.count("]") and text.count("{") == text.count("}"), "brackets left open")
-    text, value, end = text if '"' in text else text.replace("'", '"'), None, 0
-    text = re.sub(r"([{,]\s*)(\d{1,9}(?:\.\d+)?)\s*:", r'\1"\2":', text)      # {8: [...]} is Python's
+    text, value, end = rewrite(text if '"' in text else text.replace("'", '"'), "keys"), None, 0
     for opening in itertools.islice(re.finditer(r"[\[{]", text), 5000):
         with contextlib.suppress(ValueError):      # too deep a nesting ends the search
             if opening.start() >= end:
@@ -273,15 +275,16 @@ def read_marks(text: str, record: dict, scale=(1, 1)) -> tuple[dict, str]:
     "negative_points", "mask"} as needed, or times or boxes alone. Of ranges in prose the last is meant."""
     kind = canonical(record["problem_type"])
     text = rewrite(plain(text)[-20_000:], "clocks", "digits", "durations")
-    main, value = "time" if kind == "temporal grounding" else "boxes", json_value(text)
-    method = "prose" if value is None else "JSON"
+    main, value, method = "time" if kind == "temporal grounding" else "boxes", json_value(text), "JSON"
     if value is None:
-        ranges = pattern("{RANGE}").findall(text) or pattern("{PAIR}").findall(text) or [()]
+        ranges, method = pattern("{RANGE}").findall(text) or pattern("{PAIR}").findall(text) or [()], "prose"
         value = list(ranges[-1]) if main == "time" else pattern("{SIGNED}").findall(text[:4000])[:99]
     fields = value if isinstance(value, dict) and {"time", "boxes"} & set(value) else {main: value}
     marks = {name: numbers(fields.get(name), scale) for name in ("positive_points", "negative_points")}
     marks |= {"time": numbers(fields.get("time")), "mask": fields.get("mask"),
               "boxes": boxes_of(fields.get("boxes", {}), scale)}
+    if kind == "spatial-temporal grounding" and isinstance(fields.get("boxes"), dict) and marks["boxes"]:
+        marks["time"] = marks["time"] or [min(marks["boxes"]), max(marks["boxes"])]
     need("temporal" not in kind or marks["time"] and len(marks["time"]) % 2 == 0, "no pair of times")
     need("temporal" in kind or marks["boxes"], "no box")
     return marks, method
@@ -294,7 +297,6 @@ def covered(times: list) -> float:
     return total
 
 def box_iou(a, b) -> float:
-    """Area in both over area in either."""
     both = max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
     return both / max((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both, 1e-9)
 
@@ -330,12 +332,6 @@ def segment_score(prediction, gold, record, *_) -> float:
     return 0.3 * box + 0.2 * points + 0.3 * math.exp(-off / 2) if gold["time"] else 0.5 * box + 0.25 * points
 
 # ---------------------------------------------------------------- text, math, code and markup
-
-def words(text: str) -> list[str]:
-    """Lower-case words without outer punctuation; CJK text by character."""
-    found = pattern("{WORDS}").findall(plain(text).lower())
-    return [word for word in (word.strip(".,;:!?\"'()[]<>。、") for word in found) if word]
-
 def read_text(text: str, *_) -> tuple[str, str]:
     need(text.strip(), "empty answer")
     return text.strip(), "text"
@@ -343,9 +339,8 @@ def read_text(text: str, *_) -> tuple[str, str]:
 def read_ocr(text: str, record: dict, *_) -> tuple[str, str]:
     """The text, or the part that a sentence quotes or announces: The sign reads "STOP"; Text: STOP."""
     quotes = pattern("{QUOTED}").findall(plain(text))
-    if len(quotes) == 1 and '"' not in plain(gold_text(record)):
-        return "".join(quotes[0]), "quoted text"
-    return read_text(text)
+    one = len(quotes) == 1 and '"' not in plain(gold_text(record))
+    return ("".join(quotes[0]), "quoted text") if one else read_text(text)
 
 def word_accuracy(prediction, gold, *_) -> float:
     """1 - word error rate, at least 0."""
@@ -356,14 +351,17 @@ def short_answer(text: str, gold: str) -> str:
     answer = phrase(text)
     return answer if answer == gold else phrase(pattern(r"\A{LEAD}").sub("", answer))
 
+@functools.cache
+def rouge():
+    from rouge_score.rouge_scorer import RougeScorer          # loads nltk: only runs that need it wait
+    return RougeScorer(["rouge1", "rouge2"], tokenizer=types.SimpleNamespace(tokenize=words))
+
 def text_similarity(prediction, gold, *_) -> float:
     """Golds up to five words: the same phrase. Longer ones: mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L."""
     if len(words(gold)) <= 5:
         return float(short_answer(prediction, phrase(gold)) == phrase(gold))
-    from rouge_score.rouge_scorer import RougeScorer          # loads nltk: only runs that need it wait
-    rouge = RougeScorer(["rouge1", "rouge2"], tokenizer=types.SimpleNamespace(tokenize=words))
     longest = Indel.normalized_similarity(words(gold), words(prediction))    # ROUGE-L, quicker than theirs
-    return (longest + sum(part.fmeasure for part in rouge.score(gold, prediction).values())) / 3
+    return (longest + sum(part.fmeasure for part in rouge().score(gold, prediction).values())) / 3
 
 @functools.lru_cache(4096)
 def parsed_math(text: str) -> list:
@@ -405,7 +403,7 @@ def read_code(text: str, *_) -> tuple[str, str]:
 
 def code_score(prediction, gold, record, settings) -> float:
     """Share of `tests` passed if allow_code_execution; else 2 LCS / sum of lengths of the syntax nodes."""
-    if record.get("tests") and settings.allow_code_execution:
+    if gold is None:
         command = [sys.executable, "-I", CONFIGS / "sandbox.py", str(0.8 * settings.timeout_s)]
         job = json.dumps([prediction, record["tests"]]).encode()
         with tempfile.TemporaryDirectory() as folder:
@@ -433,11 +431,6 @@ def markup_similarity(prediction, gold, *_) -> float:
     return (Indel.normalized_similarity(prediction[0], gold[0]) + shared) / 2
 
 # ---------------------------------------------------------------- every type, one response
-
-MAY_HANG = ("math", "code")                        # and custom rewards: scored in workers
-UNREAD = {"accuracy": 0.0, "format": 0.0, "prediction": None}
-FAILED = UNREAD | {"status": "invalid", "failed": True}        # finish() says what failed on which record
-
 @functools.lru_cache(1024)
 def canonical(name: str) -> str:
     """The type's name in `types`; case and separators are free. ValueError names the nearest."""
@@ -447,41 +440,31 @@ def canonical(name: str) -> str:
     need(key in known, f"problem_type {str(name)[:60]!r} is unknown; nearest: {', '.join(near)}", ValueError)
     return known[key]
 
-def functions_of(kind: str) -> list:
-    """read(text, record, box scale) -> (value, method), compare(value, gold, record, settings) -> 0..1"""
-    return [globals()[name] for name in vocabulary()["types"][kind]]
+def rules(record: dict, settings: RewardSettings) -> tuple:
+    """(reader, comparer, value of the gold: None for code that is judged by its tests)"""
+    kind = canonical(record.get("problem_type"))
+    read, compare = (globals()[name] for name in vocabulary()["types"][kind])
+    tested = kind == "code" and record.get("tests") and settings.allow_code_execution
+    return read, compare, None if tested else read(gold_text(record), record)[0]
+
+def may_hang(record: dict, settings: RewardSettings) -> bool:
+    return bool(settings.reward) or canonical(record.get("problem_type")) in ("math", "code")
 
 def place(record: dict) -> str:
     return record.get("where") or record.get("key") or f"record {record.get('problem_id', '')}".strip()
-
-def read_gold(kind: str, record: dict, settings: RewardSettings):
-    """The gold's value; None for code that is judged by its tests."""
-    tested = kind == "code" and record.get("tests") and settings.allow_code_execution
-    return None if tested else functions_of(kind)[0](gold_text(record), record)[0]
 
 def check_record(record: dict, settings: RewardSettings = RewardSettings()) -> None:
     """ValueError (one line, ready to print) for an unknown problem type or a gold that cannot be read."""
     if settings.reward:
         return
     try:
-        kind = canonical(record.get("problem_type"))
         box_scale(record)
-        gold = read_gold(kind, record, settings)
+        _, compare, gold = rules(record, settings)
         need(isinstance(record.get("tests") or [], list), "`tests` must be a list of texts", ValueError)
-        need(kind in MAY_HANG or functions_of(kind)[1](gold, gold, record, settings), "it scores 0 itself")
-        kind == "segmentation" and inside(0, 0, gold)          # an error if its mask is none
+        need(may_hang(record, settings) or compare(gold, gold, record, settings), "it scores 0 itself")
     except (ValueError, SyntaxError, TypeError, LookupError) as error:
         unread = f"answer {gold_text(record)[:80]!r} cannot be read as {record.get('problem_type')}: "
-        raise ValueError(f"{place(record)}: {unread if type(error) != ValueError else ''}{error}") from None
-
-def soft_overlong(length: int, limit: int, buffer: int) -> float:
-    """DAPO, eq. 13: 0 up to limit - buffer tokens, then linear to -1 at the limit, -1 beyond."""
-    return max(-1.0, min(0.0, (limit - buffer - length) / max(buffer, 1)))
-
-def repetition(text: str, n: int) -> float:
-    """-(share of the word n-grams that are repeats)."""
-    grams = list(zip(*(words(text)[i:] for i in range(n))))
-    return len(set(grams)) / len(grams) - 1 if grams else 0.0
+        raise ValueError(f"{place(record)}: {unread * (type(error) != ValueError)}{error}") from None
 
 @functools.cache
 def custom_reward(spec: str):
@@ -496,17 +479,19 @@ def score_here(record: dict, response: str, settings: RewardSettings) -> dict:
     """Score in this process, without a time limit: all but what finish() adds."""
     answer, tagged, truncated = answer_region(response)
     out = UNREAD | {"format": float(tagged and bool(answer.strip()))}
-    if settings.reward:                            # a float is the accuracy, a dict sets any fields
+    if settings.reward:                            # a number is the accuracy, a dict sets any fields
         value = custom_reward(settings.reward)(record, response)
         value = dict(value) if isinstance(value, dict) else {"accuracy": float(value)}
+        need({"accuracy", "overall"} & set(value), f"it returned a dict with {[*value]}; add `accuracy` "
+             "or `overall`, or return a number", ValueError)
         value |= {name: float(value[name]) for name in ("overall", *PARTS) if name in value}
-        return out | {"accuracy": value.get("overall", 0.0), "method": "custom"} | value
+        return out | {"accuracy": value.get("overall"), "method": "custom"} | value
     if truncated:
         return out | {"status": "truncated", "method": "thoughts never end"}
-    read, compare = functions_of(kind := canonical(record["problem_type"]))
     try:
+        read, compare, gold = rules(record, settings)
         prediction, method = read(unbox(answer), record, box_scale(record))
-        accuracy = float(compare(prediction, read_gold(kind, record, settings), record, settings))
+        accuracy = float(compare(prediction, gold, record, settings))
     except (NoAnswer, SyntaxError, RecursionError, MemoryError) as error:
         return out | {"status": "wrong" if isinstance(error, Hedge) else "invalid", "format": 0.5 * tagged,
                       "method": str(error) or type(error).__name__}
@@ -518,21 +503,21 @@ def finish(out: dict, record: dict, response: str, length: int | None, settings:
     if out.pop("failed", False) and settings.reward:
         why = out["method"] = f"reward {settings.reward} on {place(record)}: {out['method']}"
         need(settings.on_reward_error == "zero", f"{why} (on_reward_error: zero counts it as 0)", RewardError)
-        logging.warning("%s; scored 0", out["method"])
-    if settings.overlong_limit:
+        logging.warning("%s; scored 0", why)
+    if settings.overlong_limit:                    # DAPO, eq. 13: linear to -1 over the buffer
         need(length is not None, "overlong_limit is set: scoring needs the lengths in tokens", ValueError)
-        out["overlong"] = soft_overlong(length, settings.overlong_limit, settings.overlong_buffer)
-    if settings.repetition_ngram:
-        out["repetition"] = repetition(response, settings.repetition_ngram)
-    weighted = [getattr(settings, f"{part}_weight") * out[part] for part in PARTS if part in out]
-    return {"overall": sum(weighted)} | out
+        beyond = length + settings.overlong_buffer - settings.overlong_limit
+        out["overlong"] = -min(1.0, max(0.0, beyond / max(settings.overlong_buffer, 1)))
+    if settings.repetition_ngram:                  # minus the share of n-grams that are repeats
+        grams = list(zip(*(words(response)[i:] for i in range(settings.repetition_ngram))))
+        out["repetition"] = len(set(grams)) / len(grams) - 1 if grams else 0.0
+    return {"overall": sum(getattr(settings, f"{part}_weight") * out.get(part, 0) for part in PARTS)} | out
 
 def score(record: dict, response: str, settings: RewardSettings | None = None, length=None) -> dict:
     """Score one response (fields: module docstring; length: tokens). What may hang goes to a worker."""
     return shared_scorer(settings or RewardSettings()).score_many([record], [response], [length])[0]
 
-# ---------------------------------------------------------------- many responses, killable workers
-
+# ---------------------------------------------------------------- many responses, workers, the command
 class Scorer:
     """Scores batches: quick types here, others in workers, where a response that hangs or ends its worker
     costs no other. Workers are new interpreters, so no GPU is forked; they end with their input, our end."""
@@ -552,14 +537,14 @@ class Scorer:
         if line:
             return json.loads(line)
         worker.communicate()
-        timeout_s, code = self.settings.timeout_s, worker.returncode
-        return FAILED | {"method": f"no result within {timeout_s} s (exit code of the worker: {code})"}
+        why = f"no result within {self.settings.timeout_s} s (exit code of the worker: {worker.returncode})"
+        return FAILED | {"method": why}
 
     def score_many(self, records, responses, lengths=None) -> list[dict]:
         """One dict per response, in order. lengths: tokens of each response (for the overlong penalty)."""
         jobs = list(zip(records, responses, lengths or [None] * len(responses), strict=True))
         asked = {i: self.askers.submit(self.ask, record, response) for i, (record, response, _) in
-                 enumerate(jobs) if self.settings.reward or canonical(record["problem_type"]) in MAY_HANG}
+                 enumerate(jobs) if may_hang(record, self.settings)}
         try:
             here = {i: score_here(*job[:2], self.settings) for i, job in enumerate(jobs) if i not in asked}
             outs = (here.get(i) or asked[i].result() for i in range(len(jobs)))
@@ -578,9 +563,8 @@ def serve_jobs(settings: RewardSettings):
     results, silence = os.fdopen(os.dup(1), "w"), open(os.devnull, "w")
     os.dup2(2, 1)
     settings.reward or resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    custom_reward(settings.reward) if settings.reward else parsed_math("1")     # slow imports are not timed
     for record, response in map(json.loads, sys.stdin):
-        if settings.reward or canonical(record["problem_type"]) == "math":     # slow imports are not timed
-            custom_reward(settings.reward) if settings.reward else parsed_math("1")
         faulthandler.dump_traceback_later(settings.timeout_s, exit=True, file=silence)     # ends C loops too
         try:
             result = json.dumps(score_here(record, response, settings), allow_nan=False)
@@ -589,19 +573,17 @@ def serve_jobs(settings: RewardSettings):
         faulthandler.cancel_dump_traceback_later()
         print(result, file=results, flush=True)
 
-# ---------------------------------------------------------------- the command
-
 def read_rows(path: str, settings: RewardSettings):
     """One record per response of a responses file, checked. ValueError names the line."""
     expected = "expected a JSON object with a text as `response` or a list of texts as `responses`"
-    lines = enumerate(Path(path).read_text("utf-8").split("\n"), 1)       # U+2028 ends no line
-    for number, line in ((number, line) for number, line in lines if line.strip()):
+    lines = Path(path).read_text("utf-8").split("\n")                     # U+2028 ends no line
+    for where, line in ((f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()):
         try:
-            row = json.loads(line) | {"where": f"{path}:{number}"}
+            row = json.loads(line) | {"where": where}
             responses = row["responses"] if "responses" in row else [row["response"]]
             need(isinstance(responses, list) and set(map(type, responses)) <= {str}, f"not {responses!r:.60}")
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: {expected} ({error!r})") from None
+            raise ValueError(f"{where}: {expected} ({error!r})") from None
         check_record(row, settings)
         yield from (row | {"response": response} for response in responses)
 
@@ -612,11 +594,11 @@ def main():
     args = parser.parse_args()
     settings = RewardSettings(reward=args.reward, allow_code_execution=args.allow_code_execution)
     try:
-        status, (n, explained, workers) = args.show[0], map(int, (args.show[1], args.explain, args.workers))
+        n, explained, workers = map(int, (args.show[1], args.explain, args.workers))
         rows = list(read_rows(args.file, settings))
         need(0 <= explained <= len(rows), f"--explain {explained}: there are 1 to {len(rows)}", ValueError)
-        args.out and Path(args.out + ".tmp").write_text("")          # a folder that is missing shows now
         rows = rows[explained - 1:explained] if explained else rows
+        out = open(args.out + ".tmp", "w") if args.out else None      # a folder that is missing shows now
         results = Scorer(settings, workers or os.cpu_count()).score_many(rows, [r["response"] for r in rows])
     except (OSError, ValueError, RewardError) as error:
         sys.exit(print(error, file=sys.stderr) or 2)
@@ -627,10 +609,11 @@ def main():
                   for row in rows if kind in (row.get("problem_type"), "all")]
         means = [sum(column) / len(values) for column in zip(*values)]
         print("{:28}{:7}{:10.4f}{:9.4f}{:9.4f}{:11.4f}".format(str(kind), len(values), *means))
-    if args.out:
-        Path(args.out + ".tmp").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if out:
+        with out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
         os.replace(args.out + ".tmp", args.out)
-    for row in rows if explained else [row for row in rows if row["status"] == status][:n]:
+    for row in rows if explained else [row for row in rows if row["status"] == args.show[0]][:n]:
         print(f"\n{row['where']} [{row.get('problem_type')}] {row['status']} {row['accuracy']:.4f}: gold "
               f"{gold_text(row)!r}, read {row['prediction']!r} ({row['method']})\n{row['response'][-600:]}")
 

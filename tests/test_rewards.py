@@ -94,18 +94,18 @@ def test_weights_and_penalties_are_reported_apart_and_summed():
         {"problem_type": "open-ended", "answer": "go go go go"}, "<answer>go go go go</answer>", setting, 90
     )
     # words: "answer>go go go go</answer": bigrams (x go)(go go)(go y) are all different
-    assert out["overlong"] == -0.5 and out["repetition"] == pytest.approx(
-        rewards.repetition("<answer>go go go go</answer>", 2)
-    )
+    assert out["overlong"] == -0.5 and out["repetition"] == 0
     assert out["overall"] == pytest.approx(0.5 * out["accuracy"] + 0.2 - 0.5 + 0.5 * out["repetition"])
-    assert rewards.repetition("a b a b a b", 2) == pytest.approx(2 / 5 - 1)
+    out = rewards.score({"problem_type": "open-ended", "answer": "x"}, "a b a b a b", setting, 90)
+    assert out["repetition"] == pytest.approx(2 / 5 - 1)
     with pytest.raises(ValueError, match="length"):
         rewards.score({"problem_type": "numerical", "answer": "1"}, "1", setting)
 
 
 @pytest.mark.parametrize("length, penalty", [(0, 0), (80, 0), (85, -0.25), (100, -1), (500, -1)])
 def test_soft_overlong_is_linear_over_the_buffer(length, penalty):
-    assert rewards.soft_overlong(length, 100, 20) == penalty
+    setting = rewards.RewardSettings(overlong_limit=100, overlong_buffer=20)
+    assert rewards.score({"problem_type": "numerical", "answer": "1"}, "1", setting, length)["overlong"] == penalty
 
 
 # ---------------------------------------------------------------- choices
@@ -770,24 +770,28 @@ GOLDS = {
 }
 
 
+def example(kind):
+    """A record of this problem type."""
+    gold, options = GOLDS[kind]
+    return {"problem_type": kind, "answer": gold, "options": options}
+
+
 @pytest.mark.parametrize("kind", rewards.vocabulary()["types"])
 def test_gold_as_answer_scores_one_and_emptiness_zero(kind):
-    gold, options = GOLDS[kind]
-    record = {"problem_type": kind, "answer": gold, "options": options}
+    record = example(kind)
     rewards.check_record(record)
-    assert rewards.score(record, f"<think>hm</think>\n<answer>{gold}</answer>")["overall"] == pytest.approx(1)
+    assert rewards.score(record, f"<think>hm</think>\n<answer>{record['answer']}</answer>")["overall"] == pytest.approx(1)
     for empty in ("", "<answer></answer>", "<think>"):
         assert rewards.score(record, empty)["accuracy"] == 0
 
 
 @pytest.mark.parametrize("kind", rewards.vocabulary()["types"])
 def test_the_form_that_each_prompt_asks_for_gets_the_full_format_score(kind):
-    gold, options = GOLDS[kind]
-    record = {"problem_type": kind, "answer": gold, "options": options}
+    record = example(kind)
     prompts = yaml.safe_load((ROOT / "configs" / "prompts.yaml").read_text())[kind]
     for prompt in prompts.values():
         examples = [text for text in re.findall("<answer>(.*?)</answer>", prompt) if text != " and "]
-        for answer in examples or [gold]:
+        for answer in examples or [record["answer"]]:
             assert rewards.score(record, f"<think>so</think>\n<answer>{answer}</answer>")["format"] == 1
 
 
@@ -852,8 +856,7 @@ SAFE = [kind for kind in rewards.vocabulary()["types"] if kind not in ("math", "
 @given(st.one_of(st.text(max_size=300), st.lists(PIECES, max_size=40).map("".join)))
 def test_any_text_gets_a_valid_score(text):
     for kind in SAFE:
-        gold, options = GOLDS[kind]
-        out = rewards.score({"problem_type": kind, "answer": gold, "options": options}, text)
+        out = rewards.score(example(kind), text)
         assert 0 <= out["accuracy"] <= 1 and out["format"] in (0, 0.5, 1) and 0 <= out["overall"] <= 1 + 1e-9
         assert out["status"] in ("ok", "wrong", "invalid", "truncated") and (out["accuracy"] > 0) == (
             out["status"] == "ok"
@@ -892,7 +895,66 @@ WORDINGS = [  # problem type, gold, options, accuracy, answers in other words
         'B is correct; A is wrong', 'B. A woman is running, not C. A dog is sleeping',
     ]),
     ('multiple choice', 'B', ["left", "right"], 1.0, [
-        'right', 'He turns right.',
+        'right', 'He turns right.', "That's right, B",
+    ]),
+    ('multiple choice', 'A', ["left", "right"], 1.0, [
+        "That's right, A", 'That is right: A', 'Option A is right.', 'All right, the answer is A.',
+    ]),
+    ('multiple choice', 'B', ["A. 10", "B. 1000"], 1.0, [
+        '1,000', 'The answer is 1,000', 'one thousand', 'There are one thousand.',
+    ]),
+    ('multiple choice', 'A', ["A. Ten", "B. 1,000"], 1.0, [
+        '10', 'There are 10.', 'ten',
+    ]),
+    ('multiple choice', 'A', FRUIT, 0.0, [
+        'ANSWER IS A MAN', 'THE ANSWER IS A MAN WHO SITS', 'The answer is A man',
+    ]),
+    ('multiple choice', 'B', ["A dog", "A man"], 1.0, [
+        'ANSWER IS A MAN',
+    ]),
+    ('multiple choice', 'A', FRUIT, 1.0, [
+        'ANSWER IS A BECAUSE THERE ARE TWO', 'The answer is A\nexplained below', 'Answer: A not B', 'ANSWER IS A',
+    ]),
+    ('numerical', '3', None, 0.0, [
+        '3 cats and 4 dogs', '3 cats, 4 dogs', '3 small cats and 4 dogs', '3只猫和4只狗', '2^3^2',
+    ]),
+    ('numerical', '5', None, 1.0, [
+        '3 red, 2 blue: 5 total', '5 people in total, 3 men and 2 women', '3 men and 2 women, 5 altogether',
+        '5 people, 2 of whom are men', '3 cats and 2 dogs, so 5',
+    ]),
+    ('numerical', '1500000', None, 1.0, [
+        'one point five million', '1.5 million', '一百五十万',
+    ]),
+    ('numerical', '15000', None, 1.0, [
+        '一点五万',
+    ]),
+    ('numerical', '2.25', None, 1.0, [
+        'two point two five', '1.5^2',
+    ]),
+    ('numerical', '1024', None, 1.0, [
+        '2^10', '2**10', '2^{10}', '2¹⁰', '$2^{10}$', '2^10 = 1024', 'It is 2^10.',
+    ]),
+    ('numerical', '0.15', None, 1.0, [
+        '15*10**-2', '1.5×10⁻¹', '1.5 * 10^{-1}',
+    ]),
+    ('llava preference', '1', None, 1.0, [
+        '回答1更好', '回答1比回答2更好', '第一个回答更好',
+    ]),
+    ('llava preference', 'tie', None, 1.0, [
+        '两个回答一样好',
+    ]),
+    ('temporal grounding', '[3600, 3630]', None, 1.0, [
+        '1 h to 1 h 30 s', '1 hour to 1 hour and 30 seconds', '1小时到1小时30秒', '1:00:00 - 1:00:30',
+    ]),
+    ('temporal grounding', '[3600, 7200]', None, 1.0, [
+        '1 to 2 hours', '1 h - 2 h', '{"start_time": 3600, "end_time": 7200}', '{"time_range": [3600, 7200]}',
+    ]),
+    ('spatial-temporal grounding', TUBE.replace('[8, 10]', '[8, 9]'), None, 1.0, [
+        '[{"time": 8, "box": [0, 0, 10, 10]}, {"time": 9, "box": [0, 0, 10, 10]}]',
+        '[{"bbox_2d": [0, 0, 10, 10], "timestamp": "8.0"}, {"bbox_2d": [0, 0, 10, 10], "timestamp": "9.0"}]',
+        '{"time_range": [8, 9], "bboxes": [{"time": 8, "box": [0, 0, 10, 10]}, {"time": 9, "box": [0, 0, 10, 10]}]}',
+        '{"time_range": [8, 9], "bboxes": {"8": [0, 0, 10, 10], "9": [0, 0, 10, 10]}}',
+        '{"start": 8, "end": 9, "boxes": {"8": [0, 0, 10, 10], "9": [0, 0, 10, 10]}}',
     ]),
     ('numerical', '3', None, 0.0, [
         '3 (or 4)', '3, maybe 4', '3 people, or possibly 4', '3个或4个', '3.0 \\pm 0.1', 'more than 3',
@@ -1065,8 +1127,7 @@ def test_work_grows_linearly_with_the_text(unit):
     """CPU time of 1x and 8x the text: counting calls would be blind to loops in C."""
 
     def cpu(kind, text):
-        gold, options = GOLDS[kind]
-        record, best = {"problem_type": kind, "answer": gold, "options": options}, math.inf
+        record, best = example(kind), math.inf
         for _ in range(3):
             start = time.process_time()
             rewards.score_here(record, text, rewards.RewardSettings())
@@ -1097,8 +1158,8 @@ def test_a_response_that_hangs_is_invalid_and_the_others_are_scored():
 def test_the_pool_agrees_with_scoring_in_this_process():
     scorer = rewards.Scorer(workers=2)
     pairs = [
-        ({"problem_type": kind, "answer": gold, "options": options}, text)
-        for kind, (gold, options) in GOLDS.items()
+        (example(kind), text)
+        for kind, (gold, _) in GOLDS.items()
         for text in (gold, f"<answer>{gold}</answer>", "no idea")
     ]
     records, responses = zip(*pairs)
@@ -1134,7 +1195,7 @@ def test_a_custom_reward_returns_a_float_or_a_dict(tmp_path):
 def test_an_error_in_a_custom_reward_names_the_record_and_stops_unless_told_otherwise(tmp_path, caplog):
     record = {"problem_type": "my own", "key": "k1"}
     not_finite = "return {'accuracy': 1, 'format': float('inf')}"
-    bodies = ("return 1 / 0", "return float('nan')", "return 'good'", "return None", not_finite,
+    bodies = ("return 1 / 0", "return {'style': 1.0}", "return {}", "return float('nan')", "return 'good'", "return None", not_finite,
               "import os; os._exit(3)", "import os; os._exit(0)", "while True: pass")
     for i, body in enumerate(bodies):
         (tmp_path / str(i)).mkdir()
@@ -1146,6 +1207,9 @@ def test_an_error_in_a_custom_reward_names_the_record_and_stops_unless_told_othe
         out = rewards.score(record, "", rewards.RewardSettings(reward=spec, timeout_s=1.0, on_reward_error="zero"))
         assert (out["accuracy"], out["status"]) == (0, "invalid") and "k1" in out["method"]
         assert "k1" in caplog.text
+    spec = custom(tmp_path, "return {'style': 1.0}")
+    with pytest.raises(rewards.RewardError, match="mine.py:reward on k1.*style.*add `accuracy` or `overall`"):
+        rewards.score(record, "", rewards.RewardSettings(reward=spec))
     with pytest.raises(rewards.RewardError, match="file.py:function"):
         rewards.score(record, "", rewards.RewardSettings(reward="/nowhere.py:f"))
 
