@@ -414,7 +414,7 @@ def finish(tasks, model, mine, speed):
             interval = " .. ".join(f"{100 * x:.1f}" for x in measured["interval"] or [])
             numbers = (measured.get(f"n_{column}", "") for column in TEXTS["columns"][3:])
             print(TEXTS["line"].format(name[:41], f"{100 * measured['score']:.1f}", interval, *numbers))
-        print(TEXTS["counted"].format(task.folder, **result))
+        print(TEXTS["counted"].format(task.folder, odd=task.odd or "none", **result))
     print(TEXTS["speed"].format(**speed) if speed else "")
 
 # ---------------------------------------------------------------------------------------- results
