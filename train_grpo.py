@@ -235,16 +235,12 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
     if q.is_cuda:
         if is_flash_attn_2_available():
             from flash_attn import flash_attn_varlen_func
-
             return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale,
                                           causal=causal)
-        from torch.nn.attention.varlen import varlen_attn  # bottom-right aligned for window (-1, 0)
+        from torch.nn.attention.varlen import varlen_attn
 
-        heads = q.shape[1] // k.shape[1]
-        if heads > 1:
-            k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
-        return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k,
-                           scale=scale, window_size=(-1, 0) if causal else (-1, -1))
+        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale,
+                           window_size=(-1, 0) if causal else (-1, -1))
     alike, parts, places = defaultdict(list), [], []  # segments of the same lengths go through sdpa together
     for i, lengths in enumerate(zip(cu_q.diff().tolist(), cu_k.diff().tolist())):
         alike[lengths].append(i)
@@ -258,15 +254,52 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
         places.append(at_q)
     return torch.cat(parts).index_select(0, torch.cat(places).argsort())  # (Tq, H, D)
 
-def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, kv_index=None, cu_q=None,
-                   cu_k=None, max_q=None, max_k=None, **unused):
-    """Shared-prefix attention as transformers calls it.  q: (1, H, T, D); kv_index: (Tk,) packed positions
-    that each segment may see: [prompt] for a prompt, [prompt, response i] for a response.  Autograd through
-    the index adds the n responses' gradients into the prompt's keys and values."""
+class SharedPrefix(torch.autograd.Function):
+    """On a GPU, what varlen_attention gives with each response's keys gathered as [prompt, response], without
+    those copies: a flash call inside the segments and one of all responses to their prompts, merged by their
+    log-sum-exps.  Backward hands both kernels the merged output and log-sum-exp, which make each recover its
+    share of the one softmax (as in ring attention, arXiv 2310.01889)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, P, inside, across, scale):
+        forward = functools.partial(torch.ops.aten._flash_attention_forward, dropout_p=0.0,
+                                    return_debug_mask=False, scale=scale)
+        out, lse, ctx.rng, ctx.unused, _ = forward(q, k, v, *inside, is_causal=True)  # lse: (H, T)
+        more, lse_more, *_ = forward(q[P:], k[:P], v[:P], *across, is_causal=False)
+        both = torch.logaddexp(lse[:, P:], lse_more)
+        share, share_more = ((x - both).exp().T[..., None] for x in (lse[:, P:], lse_more))  # (R, H, 1)
+        out[P:] = out[P:] * share + more * share_more
+        lse[:, P:] = both
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.P, ctx.inside, ctx.across, ctx.scale = P, inside, across, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (q, k, v, out, lse), P, grad = ctx.saved_tensors, ctx.P, grad.contiguous()
+        backward = functools.partial(torch.ops.aten._flash_attention_backward, dropout_p=0.0, scale=ctx.scale,
+                                     rng_state=ctx.rng, unused=ctx.unused)
+        dq, dk, dv = backward(grad, q, k, v, out, lse, *ctx.inside, is_causal=True)
+        dq_more, dk_more, dv_more = backward(grad[P:], q[P:], k[:P], v[:P], out[P:], lse[:, P:].contiguous(),
+                                             *ctx.across, is_causal=False)
+        dq[P:] += dq_more
+        dk[:P] += dk_more
+        dv[:P] += dv_more
+        return dq, dk, dv, None, None, None, None
+
+@torch.compiler.disable
+def text_attention(module, q, k, v, attention_mask, scaling=None, dropout=0.0, prompts=0, inside=None,
+                   across=None, kv_index=None, cu_k=None, max_k=0, **unused):
+    """Shared-prefix attention as transformers calls it.  q: (1, H, T, D); prompts: tokens of all prompts,
+    which come first; inside, across: (cu_q, cu_k, max_q, max_k) of segments to themselves and of responses
+    to their prompts.  On CPU kv_index: (Tk,) packed positions that each segment may see, [prompt] or [prompt,
+    response i]; autograd through it adds the n responses' gradients into the prompt's keys and values."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    if q.is_cuda:
+        return SharedPrefix.apply(q, k, v, prompts, inside, across, scaling)[None], None
     # index_select, not k[kv_index]: the backward of the latter sums in no fixed order on CPU
     k, v = (x.index_select(0, kv_index) for x in (k, v))
-    return varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, True, scaling)[None], None
+    return varlen_attention(q, k, v, inside[0], cu_k, inside[2], max_k, True, scaling)[None], None
 
 def vision_attention(module, q, k, v, *, scaling, cu_seq_lens_q, max_length_q, **unused):
     """Attention inside each frame, all frames in one call.  q, k, v: (1, H, T, D)."""
@@ -398,36 +431,42 @@ def make_packs(groups, max_tokens, alone=False):
 def build_pack(contents, vision, device):
     """Tensors of one shared-prefix forward.
 
-    contents: [(group, response indices)]; vision(group): its video_io.model_inputs.  The packed order is
-    prompt, r1, r2, ..., next prompt, ...; a response continues at max(prompt positions) + 1 in all three
-    M-RoPE rows.
+    contents: [(group, response indices)]; vision(group): its video_io.model_inputs.  The packed order is all
+    prompts, then all responses; a response continues at max(prompt positions) + 1 in all three M-RoPE rows.
     """
-    segments, predict, media, T = [], [], defaultdict(list), 0
-    for group, indices in contents:
+    prompts, answers, predict, media, T = [], [], [], defaultdict(list), 0
+    for group, _ in contents:
         inputs, P = vision(group), len(group.prompt_ids)
-        prompt_at, positions = torch.arange(T, T + P), inputs.pop("position_ids")[:, 0].cpu()  # (4, P)
-        segments.append((group.prompt_ids, inputs.pop("mm_token_type_ids")[0].cpu(), positions, prompt_at))
-        T, following = T + P, positions[1:].max() + 1  # of the rows t, h, w; the first counts tokens
-        for ids in (group.responses[i].ids for i in indices):
-            row = torch.arange(len(ids))
-            segments.append((ids, torch.zeros_like(row), torch.stack([P + row] + [following + row] * 3),
-                             torch.cat([prompt_at, T + row])))
-            predict += [prompt_at[-1:], T + row[:-1]]  # the last prompt token predicts the first of these
-            T += len(ids)
+        prompts.append((group.prompt_ids, inputs.pop("mm_token_type_ids")[0].cpu(),
+                        inputs.pop("position_ids")[:, 0].cpu(), torch.arange(T, T + P)))  # positions: (4, P)
+        T += P
         for key, tensor in inputs.items():  # pixels and grids of images and clips
             media[key].append(tensor)
-    ids, types, positions, seen = zip(*segments)
+    P_all = T
+    for (group, indices), (_, _, positions, prompt_at) in zip(contents, prompts):
+        P, following = len(prompt_at), positions[1:].max() + 1  # of the rows t, h, w; the first counts tokens
+        for ids in (group.responses[i].ids for i in indices):
+            row = torch.arange(len(ids))
+            answers.append((ids, torch.zeros_like(row), torch.stack([P + row] + [following + row] * 3),
+                            torch.cat([prompt_at, T + row])))
+            predict += [prompt_at[-1:], T + row[:-1]]  # the last prompt token predicts the first of these
+            T += len(ids)
+    ids, types, positions, seen = zip(*prompts, *answers)
     responses = [group.responses[i].ids for group, indices in contents for i in indices]
-    len_q, len_k = list(map(len, ids)), list(map(len, seen))
-    cu_q, cu_k = (F.pad(torch.tensor(lens).cumsum(0), (1, 0)).to(torch.int32) for lens in (len_q, len_k))
+    spans = dict(q=map(len, ids), k=map(len, seen), prompt=map(len, ids[:len(contents)]),
+                 answers=(sum(len(g.responses[i].ids) for i in indices) for g, indices in contents))
+    spans = {name: torch.tensor([0, *lengths]) for name, lengths in spans.items()}
+    # at least 2: for one query the kernel takes another way
+    longest = {name: max(2, int(lengths.max())) for name, lengths in spans.items()}
+    cu = {name: lengths.cumsum(0).to(device, torch.int32) for name, lengths in spans.items()}
+    attention = dict(prompts=P_all, kv_index=torch.cat(seen).to(device), cu_k=cu["k"], max_k=longest["k"],
+                     inside=(cu["q"], cu["q"], longest["q"], longest["q"]),
+                     across=(cu["answers"], cu["prompt"], longest["answers"], longest["prompt"]))
     pack = dict(input_ids=torch.tensor(sum(ids, []))[None],  # (1, T)
                 mm_token_type_ids=torch.cat(types)[None], position_ids=torch.cat(positions, 1)[:, None],
                 targets=torch.tensor(sum(responses, [])), predict_index=torch.cat(predict))  # (R,)
-    attention = dict(kv_index=torch.cat(seen), cu_q=cu_q, cu_k=cu_k)
     vision = {key: torch.cat(x) for key, x in media.items()}
-    pack, attention, vision = ({key: x.to(device) for key, x in tensors.items()}
-                               for tensors in (pack, attention, vision))
-    attention |= dict(max_q=max(len_q), max_k=max(len_k))
+    pack, vision = ({key: x.to(device) for key, x in tensors.items()} for tensors in (pack, vision))
     return dict(pack, vision=vision, attention=attention, lengths=list(map(len, responses)))
 
 # ---------------------------------------------------------------------------------------- update
