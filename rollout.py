@@ -21,7 +21,6 @@ that trains: frames go in by reference, weights are copied in by name.  Unlike a
 import os
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core shares this process
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, read by the CPU build only
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import argparse, bisect, contextlib, gc, glob, hashlib, itertools, json, re, time
@@ -153,9 +152,14 @@ class Engine:
             options.update(gpu_memory_utilization=memory_share, enable_sleep_mode=sleep_level > 0)
         else:  # a prompt prefilled in parts rewinds its seeded generator, which CPU generators cannot
             options["enable_chunked_prefill"], clip_tokens = False, max_model_len
-            layers = getattr(AutoConfig.from_pretrained(model_dir).get_text_config(), "layer_types", None)
-            if "linear_attention" in (layers or ()):  # bfloat16 kernels; cached states need chunked prefill
-                dtype, options["enable_prefix_caching"] = "bfloat16", False
+            text = AutoConfig.from_pretrained(model_dir).get_text_config()
+            # No more than all sequences at full length fill: to touch a gibibyte takes up to 12 s.
+            # VLLM_CPU_KVCACHE_SPACE (GiB), if set, goes first.
+            full = 8 * text.num_hidden_layers * text.hidden_size * max_num_seqs * (max_model_len + 128)
+            if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+                # bfloat16 kernels; cached states need chunked prefill
+                dtype, options["enable_prefix_caching"], full = "bfloat16", False, 1 << 30
+            options["kv_cache_memory_bytes"] = min(full, 1 << 30)
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = LLM(

@@ -485,7 +485,7 @@ def test_kappa_is_cohens_and_its_interval_draws_whole_items():
 
 def in_process(toy, folder, *args, **options):
     words = [sys.executable, ROOT / "judge.py", folder, "--model", toy / "model", "--options",
-             json.dumps({"dtype": "float32", **options}), *args]
+             json.dumps({"dtype": "float32", "kv_cache_memory_bytes": 1 << 28, **options}), *args]
     return subprocess.run(list(map(str, words)), capture_output=True, text=True)
 
 
