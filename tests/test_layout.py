@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import train_grpo
 
-OURS = {  # script: (what of ours it may import, most lines of code, comments and docstrings)
+OURS = {  # script: (what of ours it may import, most lines)
     "video_io": (set(), 550),
     "rewards": (set(), 550),
     "rollout": ({"video_io", "rewards"}, 350),
@@ -21,7 +21,7 @@ OURS = {  # script: (what of ours it may import, most lines of code, comments an
     "merge": (set(), 150),
 }
 # not yet within their budgets: these numbers only go down
-OVER = {"video_io": 878, "rollout": 511, "evaluate": 574, "train_grpo": 1013}
+OVER = {"video_io": 963, "rewards": 621, "rollout": 590, "train_grpo": 1125}
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 README = (ROOT / "README.md").read_text()
 
@@ -51,7 +51,7 @@ def test_script_imports_only_the_stages_that_it_drives(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_keeps_to_its_line_budget(name):
     lines = (ROOT / f"{name}.py").read_text().splitlines()
-    assert sum(1 for line in lines if line.strip()) <= OVER.get(name, OURS[name][1])
+    assert len(lines) <= OVER.get(name, OURS[name][1])
     assert [i for i, line in enumerate(lines, 1) if len(line) > 110] == []
 
 
