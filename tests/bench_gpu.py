@@ -1,17 +1,19 @@
 """Measure on one GPU, with random weights of real size and clips made on the spot, what the README states.
 
-    python tests/bench_gpu.py clips                           # write the clips (needs PyAV; 20 s)
+    python tests/bench_gpu.py clips                           # write the clips (needs PyAV; minutes)
     python tests/bench_gpu.py update step rollout sync memory soak [--sizes 2b 8b] [--work /tmp/bench]
     python tests/bench_gpu.py update step rollout sync --sizes tiny     # the same path on a CPU
 
 Every ratio has both its sides in one run.  Sections:
-    update   one prompt with n answers as one shared-prefix sequence against n separate sequences: the same
-             train_grpo.update, kernels and packing budget; only the packs differ
+    update   --groups prompts with n answers each, every prompt and its answers one shared-prefix sequence, against
+             n separate sequences: the same train_grpo.update, kernels and packing budget; only the packs differ
     step     rollout + log-probabilities + update + sync in train_grpo's order against the usual one: no
-             priming, old log-probabilities computed, separate sequences, clips kept or decoded in every phase
+             priming, old log-probabilities computed, separate sequences, frames in memory or clips decoded when
+             each phase needs them; live: the clips of the next step are decoded during this one
     rollout  tokens/s of rollout.answers from clip files against LLM.generate on decoded clips
     sync     seconds and memory of weight sync, sleep and wake; engine-trainer gap around them
     memory   train_grpo.memory_estimate against the measured peak of an update with AdamW
+    check    loss, log-probabilities and gradients of a small case on the GPU in bf16 against the CPU in float32
     soak     150 steps of the toy (toy/ must exist): accuracy, memory and mismatch over time
 
 Model FLOPs: forward + backward = 6 per weight and token (embedding and recomputation left out, lm_head on
@@ -44,12 +46,12 @@ TEXT = {"2b": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=2
 VISION = {"2b": dict(depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17]),
           "8b": dict(depth=27, hidden_size=1152, intermediate_size=4304, deepstack_visual_indexes=[8, 16, 24])}
 FRAMES = {"4k": (64, 256 * 512), "7k": (128, 256 * 448), "16k": (128, 512 * 512)}  # frames, pixels of each
-CLIPS = 32
+CLIPS = 24
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def write_clips(folder, count, seconds=66, width=512, height=512):
-    """Real H.264 clips of 4 frames/s with a moving square on noise that differs from clip to clip."""
+def write_clips(folder, count, seconds=40, fps=30, width=1280, height=720):
+    """Real H.264 clips with a moving square on noise that differs from clip to clip."""
     import av
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,12 +59,12 @@ def write_clips(folder, count, seconds=66, width=512, height=512):
         rng = np.random.default_rng(i)
         ground = np.kron(rng.integers(0, 90, (height // 16, width // 16, 3)), np.ones((16, 16, 1))).astype(np.uint8)
         with av.open(str(folder / f"{i:03d}.mp4"), "w") as out:
-            stream = out.add_stream("libx264", 4, options={"preset": "ultrafast", "crf": "38"})
+            stream = out.add_stream("libx264", fps, options={"preset": "veryfast", "crf": "40"})
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-            for t in range(seconds * 4):
+            for t in range(seconds * fps):
                 frame = ground.copy()
                 x, y = (37 * i + 5 * t) % (width - 64), (91 * i + 3 * t) % (height - 64)
-                frame[y:y + 64, x:x + 64] = rng.integers(0, 255, 3) if t % 40 == 0 else 255 - frame[y, x]
+                frame[y:y + 64, x:x + 64] = rng.integers(0, 255, 3) if t % 300 == 0 else 255 - frame[y, x]
                 for packet in stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")):
                     out.mux(packet)
             for packet in stream.encode():
@@ -129,7 +131,7 @@ def matmul_rate():
     return 10 * 2 * size**3 / (now() - start)
 
 
-def setup(args, size, frames, pixels, responses, **changes):
+def setup(args, size, frames, pixels, responses, device=DEVICE, **changes):
     """(run, records) of train_grpo on the bench's clips, `frames` frames of `pixels` sampled from each."""
     data = args.work / "data.jsonl"
     rows = [dict(problem="What moves?", answer="A", options=["a square", "nothing"], data_type="video",
@@ -141,7 +143,7 @@ def setup(args, size, frames, pixels, responses, **changes):
         min_frames=frames, max_frames=frames, min_pixels=pixels, max_pixels=pixels, max_prompt_length=17408 if size != "tiny" else 2048,
         max_response_length=responses, max_tokens_per_pack=65536, decode_workers=8 if DEVICE.type == "cuda" else 1,
         prompt_form="direct", max_grad_norm=1e9), **changes))
-    run, records, _ = train_grpo.prepare(cfg, device=DEVICE)
+    run, records, _ = train_grpo.prepare(cfg, device=device)
     return run, records
 
 
@@ -185,15 +187,15 @@ def flops(run, model, groups):
 
 
 def policy(run, optimizer=None):
-    model = train_grpo.load_policy(run.cfg, DEVICE)
-    if DEVICE.type == "cuda":
-        train_grpo.shard(model, run.cfg, DEVICE, 1)
+    model = train_grpo.load_policy(run.cfg, run.device)
+    if run.device.type == "cuda":
+        train_grpo.shard(model, run.cfg, run.device, 1)
     return model, (optimizer or torch.optim.SGD)(model.parameters(), 0.0)
 
 
 def timed_update(run, model, optimizer, groups, repeats):
     """(fastest seconds, peak GiB, metrics) of train_grpo.update."""
-    metrics = train_grpo.update(run, model, optimizer, groups)  # warm
+    metrics = train_grpo.update(run, model, optimizer, groups[:2])  # warm
     free()
     seconds = []
     for _ in range(repeats):
@@ -213,19 +215,19 @@ def bench_update(args):
         for name in args.prompts:
             frames, pixels = FRAMES[name] if size != "tiny" else (8, 4096)
             run, records = setup(args, size, frames, pixels, 2048, gradient_checkpointing=args.checkpointing,
-                                 compile=args.compile)
+                                 compile=args.compile, max_tokens_per_pack=args.pack if size != "tiny" else 4096)
             model, optimizer = (model, optimizer) if model else policy(run)
-            (group,) = decode(run, records[:1])
+            decoded = decode(run, records[:args.groups])
             for n, length, both in args.cells:
-                g = answered(group, n, length, rng, 250 if size == "tiny" else 150000)
-                tokens = len(g.prompt_ids) + n * length
-                a, gib, metrics = timed_update(run, model, optimizer, [g], 3)
-                fast = flops(run, model, [g])
-                line = (f"{size:>5} {len(g.prompt_ids):>6} {n:>3} {length:>5} | {a:8.2f} {tokens / a:7.0f} "
+                groups = [answered(g, n, length, rng, 250 if size == "tiny" else 150000) for g in decoded]
+                tokens = sum(len(g.prompt_ids) + n * length for g in groups)
+                a, gib, metrics = timed_update(run, model, optimizer, groups, 2)
+                fast = flops(run, model, groups)
+                line = (f"{size:>5} {len(groups[0].prompt_ids):>6} {n:>3} {length:>5} | {a:8.2f} {tokens / a:7.0f} "
                         f"{fast / a / rate:4.0%} {gib:4.0f} |")
                 if both:
-                    b, gib, other = timed_update(run, model, optimizer, apart([g]), 1)
-                    slow = flops(run, model, apart([g]))
+                    b, gib, other = timed_update(run, model, optimizer, apart(groups), 1)
+                    slow = flops(run, model, apart(groups))
                     line += (f" {b:8.2f} {gib:4.0f} | {b / a:5.2f} {slow / fast:5.2f} {b / a / (slow / fast):5.0%} | "
                              f"{metrics['loss']:.4f} {other['loss']:.4f}")
                 print(line, flush=True)
@@ -251,23 +253,23 @@ def bench_step(args):
     size, n, length = args.sizes[0], 8, 256 if args.sizes[0] != "tiny" else 16
     frames, pixels = (64, 256 * 448) if size != "tiny" else (8, 4096)
     run, records = setup(args, size, frames, pixels, length, n=n)
-    per = min(8, len(records) // 4)
+    per = min(8, len(records) // 3)
     model, optimizer = policy(run, torch.optim.AdamW)
     run.engine, rng = engine_for(run, prime=True), np.random.default_rng(0)
 
-    def one_step(records, old, again, frames=None):
-        """Seconds by phase of one step on new clips; frames: groups that are decoded already."""
+    def submit(records):
+        return [(r, run.loader.submit(r)) for r in records]
+
+    def one_step(waiting, old, again):
+        """Seconds by phase of one step on [(record, Future of its frames)]."""
         run.engine.prime, phases, mark = not old, {}, now()
 
         def phase(name):
             nonlocal mark
             phases[name], mark = now() - mark, now()
 
-        if frames is None:
-            groups = sample(run, records, n)
-        else:
-            run.engine.generate(frames, n, max_tokens=length, min_tokens=length, seeds=range(0, n * len(frames), n))
-            groups = frames
+        feed = ((r, future, i * n) for i, (r, future) in enumerate(waiting))
+        groups = list(rollout.answers(run.engine, run.prompter, feed, n, max_tokens=length, min_tokens=length))
         phase("rollout")
         for g in groups:
             g.scores = [dict(overall=float(x)) for x in rng.random(n)]
@@ -290,17 +292,29 @@ def bench_step(args):
         phase("sync")
         return phases
 
-    one_step(records[-per:], False, False)  # warm
-    rows = {"ours, clips decoded live": one_step(records[:per], False, False),
-            "ours, frames in memory": one_step([], False, False, decode(run, records[per:2 * per])),
-            "usual, frames kept": one_step(records[2 * per:3 * per], True, False),
-            "usual, decoded in each phase": one_step(records[3 * per:4 * per], True, True)}
-    print(f"step: {size}, {per} clips of {frames} frames, n={n}, {length} tokens an answer; seconds")
+    def ready(waiting):
+        [future.result() for _, future in waiting]
+        return waiting
+
+    batches = [records[i * per:(i + 1) * per] for i in range(3)]  # new to the engine in each step: sync empties its caches
+    one_step(ready(submit(batches[0])), True, False)  # warm
+    ahead = submit(batches[1])
+    one_step(ready(submit(batches[0])), False, False)  # while it runs, the clips of the next are decoded
+    following = submit(batches[2])  # and during that those of the one after, as in training
+    rows = {"ours, clips decoded live": one_step(ahead, False, False)}
+    rows["ours, frames in memory"] = one_step(ready(following), False, False)
+    rows["usual, frames in memory"] = one_step(ready(submit(batches[0])), True, False)
+    start = now()
+    ready(submit(batches[1]))
+    alone = now() - start
+    rows["usual, decoded in each phase"] = one_step(submit(batches[2]), True, True)
+    print(f"step: {size}, {per} clips of {frames} frames (decoded alone {alone:.1f} s), n={n}, {length} tokens an answer; "
+          "seconds")
     for name, phases in rows.items():
         print(f"  {name:30s} {sum(phases.values()):7.2f}  " + "  ".join(f"{k} {v:.2f}" for k, v in phases.items()))
     whole = {name: sum(phases.values()) for name, phases in rows.items()}
     live, memory, kept, again = whole.values()
-    print(f"  usual/ours: frames kept {kept / live:.2f}, decoded in each phase {again / live:.2f}; "
+    print(f"  usual/ours: frames in memory {kept / live:.2f}, decoded in each phase {again / live:.2f}; "
           f"live decode/frames in memory {live / memory:.3f}", flush=True)
     run.engine.close()
     run.loader.close()
@@ -394,6 +408,29 @@ def bench_memory(args):
             free()
 
 
+def bench_check(args):
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        run, records = setup(args, "tiny", 8, 4096, 64, device, decode_workers=1)
+        model, optimizer = policy(run)
+        rng = np.random.default_rng(0)
+        groups = [answered(g, n, length, rng, 250)
+                  for g, n, length in zip(decode(run, records[:3]), (4, 8, 1), (24, 7, 1))]
+        train_grpo.fill_logprobs(run, model, groups, "old_logprobs")
+        logprobs = torch.cat([x.flatten() for g in groups for x in g.old_logprobs])
+        for g in groups:
+            g.old_logprobs = None
+        metrics = train_grpo.update(run, model, optimizer, groups)
+        grads = torch.cat([(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).flatten().cpu()
+                           for p in model.parameters() if p.grad is not None]).double()
+        found.append((metrics["loss"], logprobs, grads))
+        run.loader.close()
+    (loss, logprobs, grads), (loss_gpu, logprobs_gpu, grads_gpu) = found
+    print(f"check: loss {loss:.5f} and {loss_gpu:.5f}; log-probabilities differ by {(logprobs - logprobs_gpu).abs().mean():.1e} "
+          f"mean, {(logprobs - logprobs_gpu).abs().max():.1e} max; gradients by {(grads - grads_gpu).norm() / grads.norm():.1e} "
+          f"of their norm, cosine {torch.cosine_similarity(grads, grads_gpu, 0):.5f}", flush=True)
+
+
 def bench_soak(args):
     out = args.work / "soak"
     cfg = train_grpo.load_config(ROOT / "configs/toy.yaml", [
@@ -409,7 +446,7 @@ def bench_soak(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections = dict(update=bench_update, step=bench_step, rollout=bench_rollout, sync=bench_sync,
-                    memory=bench_memory, soak=bench_soak)
+                    memory=bench_memory, check=bench_check, soak=bench_soak)
     parser.add_argument("sections", nargs="+", choices=["clips", *sections])
     parser.add_argument("--sizes", nargs="+", default=["2b"], choices=["tiny", "2b", "8b"])
     parser.add_argument("--prompts", nargs="+", default=list(FRAMES), choices=list(FRAMES))
@@ -419,6 +456,8 @@ def main():
     parser.add_argument("--clips", type=Path, help="folder of clips (default WORK/clips)")
     parser.add_argument("--checkpointing", type=float, default=1.0, help="share of layers recomputed")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--groups", type=int, default=4, help="prompts of an update")
+    parser.add_argument("--pack", type=int, default=33792, help="max_tokens_per_pack of the update")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     tiny = args.sizes == ["tiny"]
@@ -428,7 +467,7 @@ def main():
     args.work.mkdir(parents=True, exist_ok=True)
     for section in args.sections:
         if section == "clips":
-            write_clips(args.clips, 8 if tiny else CLIPS)
+            write_clips(args.clips, 8 if tiny else CLIPS, *((8, 8, 128, 128) if tiny else ()))
         else:
             start = time.time()
             sections[section](args)
