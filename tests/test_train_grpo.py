@@ -391,13 +391,15 @@ train_grpo.main(train_grpo.load_config(sys.argv[1], sys.argv[2:]))
 
 
 def test_host_memory_is_flat_over_sixty_steps(toy, tmp_path):
-    """Kept frames would add 3 MB a step, 6 % here.  oneDNN keeps kernels for each new shape: told to keep few.
-    The largest of a dozen steps: now and then an allocator hands back 30 MB for a step."""
+    """Kept frames would add 3 MB a step, 10 % here.  The allocator is told to hand back what is free, oneDNN to keep
+    few of its kernels for each new shape: both fill pools for 40 steps else."""
     command = train_command(toy, tmp_path / "run", steps=60, prompts_per_step=32, n=2, max_refills=0, save_every=0,
                             val_every=0, val_files=[], log_rollouts_every=0)
-    subprocess.run(command, check=True, capture_output=True, env=dict(os.environ, ONEDNN_PRIMITIVE_CACHE_CAPACITY="8"))
+    frugal = dict(ONEDNN_PRIMITIVE_CACHE_CAPACITY="8", MALLOC_ARENA_MAX="1", MALLOC_TRIM_THRESHOLD_="65536",
+                  MALLOC_MMAP_THRESHOLD_="65536")
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | frugal)
     gib = [json.loads(line)["host_gib"] for line in open(tmp_path / "run/metrics.jsonl")]
-    assert max(gib[-12:]) / max(gib[6:18]) < 1.02
+    assert np.median(gib[-12:]) / np.median(gib[8:20]) < 1.02
 
 
 def test_dynamic_sampling_keeps_groups_with_spread_and_carries_over_what_is_left(trained):
