@@ -119,6 +119,7 @@ def record_at(position, records, seed):
     epoch, offset = divmod(position, len(records))
     return records[np.random.default_rng([seed, epoch]).permutation(len(records))[offset]]
 
+LOGITS_ROWS = 1024  # of (rows, V) logits alive at a time
 EQUAL = 5e-7  # rewards that differ by less are the same: float32 sums of weights are off by that much
 
 def group_advantages(rewards, kind, greedy=0.0):
@@ -228,17 +229,13 @@ def importance_weights(trainer_logprobs, sampled_logprobs, cap, kind, lengths):
 
 def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
     """Attention of segments: queries [cu_q[i], cu_q[i+1]) see keys [cu_k[i], cu_k[i+1]).
-
     q: (Tq, H, D); k, v: (Tk, H_kv, D).  Causal is aligned at the ends (bottom-right): the first query of a
-    response sees the whole prompt.  flash-attn if installed, else torch's varlen kernel; on CPU sdpa.
-    """
+    response sees the whole prompt.  flash-attn if installed, else torch's varlen kernel; on CPU sdpa."""
     if q.is_cuda:
         if is_flash_attn_2_available():
-            from flash_attn import flash_attn_varlen_func
-            return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale,
-                                          causal=causal)
+            from flash_attn import flash_attn_varlen_func as flash
+            return flash(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal)
         from torch.nn.attention.varlen import varlen_attn
-
         return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale,
                            window_size=(-1, 0) if causal else (-1, -1))
     alike, parts, places = defaultdict(list), [], []  # segments of the same lengths go through sdpa together
@@ -332,6 +329,7 @@ def load_policy(cfg, device, reference=False):
             layer.gradient_checkpointing = i < cfg.gradient_checkpointing * len(layers)
     for layer in layers if cfg.compile else ():
         layer.compile(dynamic=True)
+    model.token_values = torch.compile(token_values, dynamic=True) if cfg.compile else token_values
     model.train()
     # FSDP gathers the root's weights when the root's forward runs: the packed forward must be that forward.
     states_alone = reference and cfg.kl_kind == "full"
@@ -382,21 +380,23 @@ def packed_logprobs(model, pack, temperature, banned):
     """Log-probability and entropy of every response token of a pack; with pack["reference"], its states and
     lm_head, the KL to it over the vocabulary as well: (R,) float32 tensors.  Logits exist only for positions
     that predict response tokens, LOGITS_ROWS at a time, anew in backward."""
-    def distribution(logits):  # (rows, V); the engine never samples banned ids
-        return (logits.float() / temperature).index_fill(-1, banned, -1e9).log_softmax(-1)
+    *theirs, head = pack.get("reference", [None])
 
     def rows(states, targets, *reference):
-        logp = distribution(model.lm_head(states))
-        exact = [(logp.exp() * (logp - distribution(F.linear(theirs, head)))).sum(-1) for theirs in reference]
-        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), *exact
+        logits = model.lm_head(states), *(F.linear(theirs, head) for theirs in reference)
+        return model.token_values(logits, targets, temperature, banned)
 
-    *theirs, head = pack.get("reference", [None])
     columns = [*packed_states(model, pack), pack["targets"], *theirs]
     out = [checkpoint(rows, *chunk, use_reentrant=False)
            for chunk in zip(*(column.split(LOGITS_ROWS) for column in columns))]
     return [torch.cat(parts) for parts in zip(*out)]
 
-LOGITS_ROWS = 1024  # of (rows, V) logits alive at a time
+def token_values(logits, targets, temperature, banned):
+    """(rows,) each: log-probability, entropy, KL to each reference.  logits: (rows, V) of model, references."""
+    masked = (torch.arange(logits[0].shape[-1], device=banned.device)[:, None] == banned).any(1)
+    logp, *reference = ((x.float() / temperature).masked_fill(masked, -1e9).log_softmax(-1) for x in logits)
+    exact = [(logp.exp() * (logp - theirs)).sum(-1) for theirs in reference]
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), *exact
 
 def one_blank_patch(model):
     """Zero, with all of the vision tower in its graph: the smallest image (2 x 2 patches) times nothing."""
