@@ -83,10 +83,9 @@ def answer_region(response: str) -> tuple[str, bool, bool]:
 
 def unbox(text: str) -> str:
     r"""Content of the last \boxed{...}, "" if it never closes; the text itself where there is none."""
-    _, boxed, content = re.sub(r"\\f?box(?:ed)?\s*\{", r"\\boxed{", text).rpartition("\\boxed{")
+    *boxed, content = re.split(r"\\f?box(?:ed)?\s*\{", text)
     depths = itertools.accumulate((c == "{") - (c == "}") for c in content)
-    end = next((i for i, depth in enumerate(depths) if depth < 0), 0)
-    return content[:end] if boxed else text
+    return content[:next((i for i, depth in enumerate(depths) if depth < 0), 0)] if boxed else text
 
 def gold_text(record: dict) -> str:
     """The gold answer. A tagged `solution` wins: benchmarks use `answer` for the option's text beside it."""
@@ -96,15 +95,12 @@ def gold_text(record: dict) -> str:
     text, tagged, _ = answer_region(gold)          # Charades-STA's is in <think>: without a tag take it all
     return (text if tagged else re.sub("</?(?:think|answer)>", " ", gold)).strip()
 
-def plain(text: str) -> str:
+def plain(text: str, most: float = math.inf) -> str:
     r"""One kind of letter, digit, dash, quote; no Markdown or LaTeX dressing (**B**, $B$, \text{B}, `B`)."""
+    text = text if len(text) <= most else text[:1000] + "\n" + text[-3000:]     # answers stand at either end
     if not text.isascii():
         text = rewrite(unicodedata.normalize("NFKC", rewrite(text, "unicode")), "signs")
     return rewrite(text, "dressing").strip()
-
-def prose(text: str) -> str:
-    """plain() text of at most 4,000 characters: answers in prose stand at either end."""
-    return plain(text if len(text) <= 4000 else text[:1000] + "\n" + text[-3000:])
 
 def phrase(text: str) -> str:
     """For comparing words: lower case, single spaces, no outer punctuation, no leading article."""
@@ -116,8 +112,7 @@ def words(text: str) -> list[str]:
 
 # ---------------------------------------------------------------- choices: options, yes or no, preferences
 def decide(text: str, mentions: list) -> tuple[str, str]:
-    """(label, method) by the first of `choice rules` to find a label. mentions: [[label, pattern, does it
-    speak for itself?]]; each that is found becomes a private character."""
+    """(label, method) by the first of `choice rules` to find one. mentions: [[label, pattern, free?], ...]"""
     text, labels = re.sub("[\ue000-\ue0ff\uf000]", " ", text), sorted({label for label, *_ in mentions})
     for label, mention, free in mentions:
         text = pattern(mention).sub(chr(0xE000 + labels.index(label)) + "\uf000" * free, text)
@@ -141,9 +136,10 @@ def decide(text: str, mentions: list) -> tuple[str, str]:
 @functools.lru_cache(4096)
 def option_table(options: tuple) -> tuple[dict, list]:
     """{letter: phrase}, mentions for decide(): texts that differ, and letters; own letters if they do."""
+    need(len(options) <= 26, f"{len(options)} options, more than letters", ValueError)
     own = [re.match(r"\(?([A-Z])(?:[.:)、,]|\s-)\s*(.*)", option, re.S) for option in options]
     if not all(own) or len({match[1] for match in own}) < len(own):
-        own = [(option, chr(65 + i), option) for i, option in enumerate(options[:26])]
+        own = [(option, chr(65 + i), option) for i, option in enumerate(options)]
     texts = {match[1]: phrase(match[2]) for match in own}
     count = collections.Counter(text for text in texts.values() if text.isdigit() or text[1:])
     unique = sorted((a for a in texts if count[texts[a]] == 1), key=lambda a: -len(texts[a]))
@@ -153,10 +149,9 @@ def option_table(options: tuple) -> tuple[dict, list]:
     return texts, [(a, pattern(name).pattern.replace("X", said), free) for name, a, said, free in named]
 
 def read_choice(text: str, record: dict, *_) -> tuple[str, str]:
-    """Letter of the chosen option. Letters are case-sensitive unless the letter is the whole answer. What
-    names no choice is read again in figures: ten as 10, 1,000 as 1000."""
+    """Letter of the chosen option. What names none is read again in figures: ten as 10, 1,000 as 1000."""
     need(isinstance(record.get("options") or "", (list, tuple)), "`options`, a list of texts, are missing")
-    text, options = prose(text), tuple(plain(str(option)) for option in record["options"])
+    text, options = plain(text, 4000), tuple(plain(str(option)) for option in record["options"])
     for tables in ((), ("thousands", "digits")):
         text, options = rewrite(text, *tables), tuple(rewrite(option, *tables) for option in options)
         (texts, mentions), said = option_table(options), phrase(text)
@@ -174,7 +169,8 @@ def read_label(text: str, record: dict, *_) -> tuple[str, str]:
         return read_choice(text, record)
     if kind == "binary classification" and not pattern("[yntf]|{YES}|{NO}").fullmatch(gold):
         return short_answer(text, gold), "label"
-    return decide(prose(text), vocabulary()["labels"]["preference" if "preference" in kind else "boolean"])
+    labels = vocabulary()["labels"]["preference" if "preference" in kind else "boolean"]
+    return decide(plain(text, 4000), labels)
 
 def equal(prediction, gold, *_) -> float:
     return float(prediction == gold)
@@ -200,7 +196,7 @@ def quantity(match) -> float:
 
 def read_number(text: str, *_) -> tuple[tuple[float, bool], str]:
     """((value, has a percent sign), method): the first number behind the last of `number cues`."""
-    text = rewrite(prose(text), "thousands", "digits")
+    text = rewrite(plain(text, 4000), "thousands", "digits")
     if pattern("{NONE}").fullmatch(text):
         return (0.0, False), "none is zero"
     bare = pattern("{ASIDE}").sub(lambda match: " " * len(match[0]), text)       # without "(10.5 ft)"
@@ -325,9 +321,9 @@ def inside(x, y, gold) -> bool:
 def segment_score(prediction, gold, record, *_) -> float:
     """.5 box IoU + .25 share of positive points inside + .25 of negative points outside the gold box or mask.
     With a time in the gold (video): .3, .2, .2 and .3 exp(-|seconds off| / 2). OneThinker's weights."""
-    hits = [[inside(x, y, gold) == wanted for x, y in zip(prediction[name][::2], prediction[name][1::2])]
-            for name, wanted in (("positive_points", True), ("negative_points", False))]
-    points, box = sum(sum(hit) / max(len(hit), 1) for hit in hits), boxes_iou(prediction, gold, record)
+    points, box = 0.0, boxes_iou(prediction, gold, record)
+    for xy, wanted in ((prediction["positive_points"], True), (prediction["negative_points"], False)):
+        points += sum(inside(x, y, gold) == wanted for x, y in zip(xy[::2], xy[1::2])) / max(len(xy) // 2, 1)
     off = abs((prediction["time"] or [math.inf])[0] - (gold["time"] or [0])[0])
     return 0.3 * box + 0.2 * points + 0.3 * math.exp(-off / 2) if gold["time"] else 0.5 * box + 0.25 * points
 
@@ -458,9 +454,12 @@ def check_record(record: dict, settings: RewardSettings = RewardSettings()) -> N
     if settings.reward:
         return
     try:
-        box_scale(record)
-        _, compare, gold = rules(record, settings)
+        scale = box_scale(record)
+        read, compare, gold = rules(record, settings)
         need(isinstance(record.get("tests") or [], list), "`tests` must be a list of texts", ValueError)
+        boxes = gold["boxes"].values() if "box_space" in record and read is read_marks else ()
+        need(all(0 <= x <= 1010 * scale[i % 2] for box in boxes for i, x in enumerate(box)),
+             f"boxes {[*boxes][:2]} are not in the declared box_space, {record.get('box_space')}", ValueError)
         need(may_hang(record, settings) or compare(gold, gold, record, settings), "it scores 0 itself")
     except (ValueError, SyntaxError, TypeError, LookupError) as error:
         unread = f"answer {gold_text(record)[:80]!r} cannot be read as {record.get('problem_type')}: "
@@ -537,8 +536,7 @@ class Scorer:
         if line:
             return json.loads(line)
         worker.communicate()
-        why = f"no result within {self.settings.timeout_s} s (exit code of the worker: {worker.returncode})"
-        return FAILED | {"method": why}
+        return FAILED | {"method": f"no result in {self.settings.timeout_s} s (exit {worker.returncode})"}
 
     def score_many(self, records, responses, lengths=None) -> list[dict]:
         """One dict per response, in order. lengths: tokens of each response (for the overlong penalty)."""

@@ -21,7 +21,7 @@ OURS = {  # script: (what of ours it may import, most lines)
     "merge": (set(), 150),
 }
 # not yet within their budgets: these numbers only go down
-OVER = {"video_io": 963, "rewards": 621, "rollout": 590, "train_grpo": 1125}
+OVER = {"video_io": 963, "rewards": 619, "rollout": 590, "train_grpo": 1125}
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 README = (ROOT / "README.md").read_text()
 

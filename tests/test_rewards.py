@@ -436,6 +436,31 @@ def test_declared_box_spaces_are_converted_and_undeclared_ones_left_alone():
         )
 
 
+@pytest.mark.parametrize(
+    "space, gold",
+    [
+        ("0-1000", "[10, 10, 1500, 300]"),
+        ("0-1", "[0.1, 0.1, 0.5, 300]"),
+        ("pixels", "[10, 10, 600, 700]"),
+        ("pixels", "[-90, 10, 600, 400]"),
+    ],
+)
+def test_a_gold_outside_of_its_declared_box_space_is_refused_at_load(space, gold):
+    record = {"problem_type": "spatial grounding", "answer": gold, "width": 640, "height": 480, "where": "d:7"}
+    rewards.check_record(record)  # without a declared space there is nothing to hold it against
+    with pytest.raises(ValueError, match=f"^d:7: boxes .* are not in the declared box_space, {space}$"):
+        rewards.check_record(record | {"box_space": space})
+    rewards.check_record(record | {"box_space": "pixels", "answer": "[0, 0, 640, 480]"})
+
+
+def test_more_options_than_letters_are_refused_at_load():
+    for kind in ("multiple choice", "math", "binary classification"):
+        record = {"problem_type": kind, "answer": "A", "where": "d:7"}
+        rewards.check_record(record | {"options": [f"number {i}" for i in range(26)]})
+        with pytest.raises(ValueError, match="^d:7: 27 options, more than letters$"):
+            rewards.check_record(record | {"options": [f"number {i}" for i in range(27)]})
+
+
 TUBE = '{"time": [8, 10], "boxes": {"8": [0, 0, 10, 10], "9": [0, 0, 10, 10]}}'
 
 
