@@ -392,7 +392,7 @@ def packed_logprobs(model, pack, temperature, banned):
     return [torch.cat(parts) for parts in zip(*out)]
 
 def token_values(logits, targets, temperature, banned):
-    """(rows,) each: log-probability, entropy, KL to each reference.  logits: (rows, V) of model, references."""
+    """(rows,) each: log-probability, entropy, KL to every reference.  logits: model, references (rows, V)."""
     masked = (torch.arange(logits[0].shape[-1], device=banned.device)[:, None] == banned).any(1)
     logp, *reference = ((x.float() / temperature).masked_fill(masked, -1e9).log_softmax(-1) for x in logits)
     exact = [(logp.exp() * (logp - theirs)).sum(-1) for theirs in reference]

@@ -1,5 +1,6 @@
-"""Answers as models write them: thoughts, restarts, corrections, Markdown, LaTeX, JSON, Chinese; the score
-of each was settled before the scorer saw it.
+"""Answers as models write them: thoughts, restarts, corrections, Markdown, LaTeX, JSON, Chinese, each with the
+score that a careful reader gives it.  Three follow a rule: 4.2 for a gold of 4 is within each threshold of the
+relative accuracy, a per cent sign is a unit (60 % for 60), the last word of a correction counts.
 
 pytest -q tests/test_rewards_answers.py
 """
